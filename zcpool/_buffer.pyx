@@ -1,0 +1,550 @@
+"""Buffers: what a pool hands out."""
+
+cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.exc cimport PyErr_SetFromErrno
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free
+from libc.string cimport memcpy
+
+from zcpool._atomics cimport add32, add64, claim, fd_check, fd_dup, likely, load32, load64, sub32, sub64, unlikely
+from zcpool._backend cimport FROM_DEVICE, TO_DEVICE, Backend, Fault, fault_error
+from zcpool._block cimport CLOSED, FOREIGN, VISIBLE, Block, CoreHead, block_ref, block_unref, word_refs, word_state
+from zcpool._dlpack cimport dlpack_capsule
+from zcpool._fence cimport Fence, FenceNode, FenceQueue, close, fence_attach, fence_node, queue_push
+
+import operator
+import warnings
+
+from zcpool._units import format_bytes
+from zcpool.copies import count_copy
+
+__all__ = ["Buffer", "Mapping", "Pin"]
+
+cdef char EMPTY[64]             # what an empty buffer points at
+cdef tuple BUCKETS = ("small", "medium", "large", "huge")
+
+
+@cython.final
+@cython.freelist(64)
+@cython.no_gc_clear             # destructors use _pool, also inside a cycle that is being collected
+cdef class Buffer:
+    """A block of a pool's memory.
+
+    Buffers come from `Pool.acquire`. They export the buffer protocol (``memoryview(buf)``) and DLPack, and
+    give numpy views with `array`. Dropping the last reference releases the block; `release` and ``with`` do it
+    earlier.
+
+    Notes
+    -----
+    `release` means "I am done": the buffer is closed at once, and its block goes home when the last view,
+    pin and fence over it is gone. Views so stay valid however long they live.
+
+    A buffer may be used and released from any thread. Two threads must not write to one buffer at a time any
+    more than to one array.
+    """
+
+    def __init__(self):
+        raise TypeError("buffers come from Pool.acquire(nbytes)")
+
+    def __dealloc__(self):
+        Buffer_close(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback, /):
+        Buffer_close(self)
+
+    def __len__(self):
+        return self._nbytes
+
+    def __repr__(self):
+        return Buffer_repr(self)
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        Buffer_check_visible(self)
+        if self._block != NULL:
+            Buffer_ref(self)
+        try:
+            PyBuffer_FillInfo(view, self, Buffer_data(self), <Py_ssize_t>self._nbytes, 0, flags)
+        except BaseException:
+            if self._block != NULL:
+                block_unref(self._block)
+            raise
+
+    def __releasebuffer__(self, Py_buffer* view):
+        if self._block != NULL:
+            block_unref(self._block)
+
+    def __dlpack_device__(self):
+        """Return the DLPack device, ``(1, 0)``: the CPU."""
+        return (1, 0)
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        """Export the bytes as a one-dimensional uint8 DLPack tensor.
+
+        Parameters
+        ----------
+        stream : None
+            There are no streams on the CPU.
+        max_version : tuple of (int, int), optional
+            The newest version the consumer knows; a versioned capsule from ``(1, 0)`` on.
+        dl_device : tuple of (int, int), optional
+            Only ``(1, 0)`` is possible.
+        copy : bool, optional
+            True makes a counted copy in a buffer of the same pool.
+
+        Returns
+        -------
+        PyCapsule
+            Named ``"dltensor_versioned"`` or ``"dltensor"``. It keeps the block, not this object.
+
+        Raises
+        ------
+        BufferError
+            For another device, a stream, a released buffer, or memory the CPU does not see.
+        """
+        if stream is not None:
+            raise BufferError(f"CPU memory has no streams: stream must be None, not {stream!r}")
+        if dl_device is not None and tuple(dl_device) != (1, 0):
+            raise BufferError(f"this memory is on the CPU, device (1, 0), and not on {tuple(dl_device)!r}")
+        Buffer_check_visible(self)
+        cdef Buffer source = Buffer_copy(self) if copy else self
+        return dlpack_capsule(source._block, source._owner, Buffer_data(source), source._nbytes,
+                              max_version is not None and max_version[0] >= 1)
+
+    def array(self, shape, dtype="uint8", *, offset=0, strides=None):
+        """Return a numpy array over the memory, without copying.
+
+        Parameters
+        ----------
+        shape : int or sequence of int
+        dtype : dtype_like, default uint8
+        offset : int, default 0
+            Bytes from the start of the buffer.
+        strides : sequence of int, optional
+            Bytes between elements along each axis; C order by default.
+
+        Returns
+        -------
+        numpy.ndarray
+            Writable. It keeps the block, also after `release`.
+
+        Raises
+        ------
+        ValueError
+            When the array would not lie inside the buffer, or holds Python objects.
+        BufferError
+            When the buffer was released, or the CPU does not see the memory.
+        """
+        return Buffer_array(self, shape, dtype, offset, strides)
+
+    def map(self, mode="rw"):
+        """Return a context manager that gives a view the CPU may use, with whatever cache upkeep that takes.
+
+        Parameters
+        ----------
+        mode : {"r", "w", "rw"}
+            ``"r"``: the device's writes are made visible on entry, and the view is read-only. ``"w"``: the
+            CPU's writes are made visible to the device on exit.
+
+        Returns
+        -------
+        Mapping
+            ``with buf.map("w") as view: view[:] = ...``; ``view`` is a memoryview of bytes. On coherent memory
+            it costs no more than a memoryview.
+        """
+        if mode not in ("r", "w", "rw"):
+            raise ValueError(f'mode must be "r", "w" or "rw", not {mode!r}')
+        Buffer_check_visible(self)
+        cdef Mapping mapping = Mapping.__new__(Mapping)
+        mapping._buffer = self
+        mapping._mode = mode
+        return mapping
+
+    def sync(self, direction):
+        """Make writes visible without a view.
+
+        Parameters
+        ----------
+        direction : {"to_device", "from_device"}
+            After the CPU wrote and before the device reads; after the device wrote and before the CPU reads.
+
+        Raises
+        ------
+        BackendError
+            When the backend's call fails.
+        """
+        if direction not in ("to_device", "from_device"):
+            raise ValueError(f'direction must be "to_device" or "from_device", not {direction!r}')
+        Buffer_check(self)
+        Buffer_sync(self, TO_DEVICE if direction == "to_device" else FROM_DEVICE)
+
+    def pin(self):
+        """Promise that a device is using the memory, until the pin is released.
+
+        Returns
+        -------
+        Pin
+            A context manager; outside ``with``, call its ``release()``. The block does not go home while it is
+            pinned, whatever happens to the buffer.
+        """
+        Buffer_check(self)
+        cdef Pin pin = Pin.__new__(Pin)
+        if self._block != NULL:
+            Buffer_ref(self)
+            add64(&self._block.core.holds, 1)
+        pin._buffer = self
+        pin._held = 1
+        add32(&self._pins, 1)
+        return pin
+
+    def handle(self):
+        """Return what the backend's runtime wants instead of a pointer.
+
+        Returns
+        -------
+        Handle
+            With ``pointer``, ``fd``, ``offset`` and ``nbytes`` (bytes), and what only this backend has. It
+            keeps this buffer object, not the block: do not use it after `release`.
+        """
+        Buffer_check(self)
+        return Buffer_handle(self)
+
+    def release(self, after=None, *, bint strict=False):
+        """Give the memory back to the pool. Calling it again does nothing.
+
+        Parameters
+        ----------
+        after : int, object with fileno(), Future, or Fence, optional
+            What must be signalled before the block is used again. An ``int`` is an fd that becomes readable,
+            which the pool takes over and closes; the fd of an object is duplicated; a Future
+            (``add_done_callback``) counts as signalled however it ends.
+        strict : bool, default False
+            Raise instead of waiting when views, pins or DLPack tensors live.
+
+        Raises
+        ------
+        BufferError
+            With ``strict``, when references live. Nothing has happened then.
+        ValueError
+            When the fd is not open, or is that of a regular file. Nothing has happened then.
+        TypeError
+            When `after` is none of the above.
+        """
+        if strict and self._open:
+            Buffer_check_unused(self)
+        if after is not None and self._open:
+            Buffer_wait_for(self, after)
+        Buffer_close(self)
+
+    @property
+    def nbytes(self):
+        """Bytes asked for."""
+        return self._nbytes
+
+    @property
+    def capacity(self):
+        """Bytes granted: the size class. The buffer protocol shows `nbytes` of them."""
+        return self._block.capacity if self._block != NULL and self._open else 0
+
+    @property
+    def address(self):
+        """Address for the CPU; 0 where it does not see the memory. Raises BufferError after release."""
+        Buffer_check(self)
+        return <uintptr_t>Buffer_data(self) if Buffer_visible(self) else 0
+
+    @property
+    def bucket(self):
+        """The bucket of the capacity: "small", "medium", "large" or "huge"."""
+        Buffer_check(self)
+        return BUCKETS[self._block.bucket] if self._block != NULL else "small"
+
+    @property
+    def fd(self):
+        """The fd of the region, owned by the backend, or None where regions have none."""
+        Buffer_check(self)
+        return self._block.region.fd if self._block != NULL and self._block.region.fd >= 0 else None
+
+    @property
+    def offset(self):
+        """Where the block lies in its region, bytes."""
+        Buffer_check(self)
+        return Buffer_offset(self)
+
+    @property
+    def pool(self):
+        """The pool it came from."""
+        return self._pool
+
+    @property
+    def released(self):
+        """Whether `release` has been called."""
+        return self._open == 0
+
+
+@cython.final
+cdef class Pin:
+    """A promise that a device is using a buffer. See `Buffer.pin`.
+
+    A pin that is dropped without having been released stays: the device may still be at it. A
+    ``ResourceWarning`` says so.
+    """
+
+    def __init__(self):
+        raise TypeError("pins come from Buffer.pin()")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback, /):
+        self.release()
+
+    def __del__(self):
+        if self._held:
+            warnings.warn(f"{self!r} was dropped without release(): its block stays pinned", ResourceWarning,
+                          stacklevel=2, source=self)
+
+    def __repr__(self):
+        return f"<zcpool.Pin {'held' if self._held else 'released'} on {self._buffer!r}>"
+
+    def release(self):
+        """End the promise. Calling it again does nothing."""
+        if claim(&self._held):
+            sub32(&self._buffer._pins, 1)
+            if self._buffer._block != NULL:
+                sub64(&self._buffer._block.core.holds, 1)
+                block_unref(self._buffer._block)
+
+
+@cython.final
+cdef class Mapping:
+    """A view of a buffer for the time of a ``with`` block. See `Buffer.map`."""
+
+    def __init__(self):
+        raise TypeError("mappings come from Buffer.map(mode)")
+
+    def __repr__(self):
+        return f"<zcpool.Mapping {self._mode!r} of {self._buffer!r}>"
+
+    def __enter__(self):
+        if self._view is not None:
+            raise ValueError("this mapping is in use: call map() again for another view")
+        Buffer_check_visible(self._buffer)
+        if "r" in self._mode:
+            Buffer_sync(self._buffer, FROM_DEVICE)
+        self._view = memoryview(self._buffer)
+        if self._mode == "r":
+            self._view = self._view.toreadonly()
+        return self._view
+
+    def __exit__(self, kind, error, traceback, /):
+        view, self._view = self._view, None
+        if "w" in self._mode:
+            Buffer_sync(self._buffer, TO_DEVICE)
+        try:
+            view.release()
+        except BufferError:
+            pass        # an array was made of the view: it keeps the block, as any view does
+
+
+# ---- checks ------------------------------------------------------------------------------------------------
+
+cdef inline int Buffer_check(Buffer self) except -1:
+    if unlikely(not load32(&self._open)):
+        raise BufferError("the buffer was released: use it before release(), or keep a view of it")
+    if (self._block != NULL and unlikely(word_state(load64(&self._block.word)) & FOREIGN)
+            and not (<Backend>self._block.core.backend).survives_fork):
+        raise BufferError("the buffer belongs to the parent process, and its memory is not inherited through fork: "
+                          "acquire a new one in the child")
+    return 0
+
+cdef inline int Buffer_check_visible(Buffer self) except -1:
+    Buffer_check(self)
+    if unlikely(not Buffer_visible(self)):
+        raise BufferError("the CPU does not see this memory: use map(), or hand the handle() to the device")
+    return 0
+
+cdef int Buffer_check_unused(Buffer self) except -1:
+    cdef uint64_t refs = Buffer_refs(self)
+    cdef uint64_t pins = load32(&self._pins)
+    if refs:
+        raise BufferError(f"{refs - pins} view(s) and {pins} pin(s) of the buffer live: drop them first, or release "
+                          "without strict=True and the block goes home with the last of them")
+    return 0
+
+cdef inline int Buffer_ref(Buffer self) except -1:
+    if unlikely(not block_ref(self._block, self._owner)):
+        raise BufferError("the buffer was released, or a million views of it live")
+    return 0
+
+
+# ---- access ------------------------------------------------------------------------------------------------
+
+cdef inline void* Buffer_data(Buffer self) noexcept:
+    return self._block.data if self._block != NULL else EMPTY
+
+cdef inline bint Buffer_visible(Buffer self) noexcept:
+    return self._block == NULL or load32(&self._block.core.flags) & VISIBLE
+
+cdef inline uint64_t Buffer_refs(Buffer self) noexcept:
+    return word_refs(load64(&self._block.word)) if self._block != NULL else 0
+
+cdef inline uint64_t Buffer_offset(Buffer self) noexcept:
+    if self._block == NULL:
+        return 0
+    return <uint64_t>(<uintptr_t>self._block.data - <uintptr_t>self._block.region.data)
+
+cdef object Buffer_array(Buffer self, shape, dtype, offset, strides):
+    import numpy
+    kind = numpy.dtype(dtype)
+    if kind.hasobject:
+        raise ValueError(f"dtype {kind} holds Python objects, which cannot live in a pool's memory")
+    dims = tuple(operator.index(n) for n in shape) if hasattr(shape, "__iter__") else (operator.index(shape),)
+    if any(n < 0 for n in dims):
+        raise ValueError(f"negative dimension in shape {dims}")
+    start = operator.index(offset)
+    if start < 0:
+        raise ValueError(f"offset must not be negative, and is {start}")
+    count = kind.itemsize
+    for n in dims:
+        count *= n          # Python integers: no overflow
+    if strides is None and start + count > self._nbytes:
+        raise ValueError(f"an array of shape {dims} and dtype {kind} at offset {start} needs {start + count} bytes; "
+                         f"the buffer has {self._nbytes}")
+    whole = numpy.frombuffer(self, numpy.uint8) if self._nbytes else numpy.empty(0, numpy.uint8)
+    if strides is None:
+        return whole[start:start + count].view(kind).reshape(dims) if count else numpy.empty(dims, kind)
+    try:
+        return numpy.ndarray(dims, kind, whole, start, strides)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"an array of shape {dims}, dtype {kind}, offset {start} and strides {tuple(strides)} does "
+                         f"not lie inside the buffer's {self._nbytes} bytes") from error
+
+cdef object Buffer_handle(Buffer self):
+    cdef Backend backend
+    if self._block == NULL:
+        raise ValueError("an empty buffer has no handle")
+    backend = <Backend>self._block.core.backend
+    handle = backend.make_handle(self._block.region, Buffer_offset(self), self._block.capacity)
+    handle.owner = self
+    return handle
+
+cdef int Buffer_sync(Buffer self, int direction) except -1:
+    cdef Fault fault
+    cdef Backend backend
+    cdef int failed
+    cdef uint64_t offset = Buffer_offset(self)
+    if self._block == NULL:
+        return 0
+    backend = <Backend>self._block.core.backend
+    if not backend.needs_sync:
+        return 0
+    fault.call = NULL
+    fault.error = NULL
+    fault.meaning[0] = 0
+    with nogil:
+        failed = backend.sync_region(self._block.region, offset, self._nbytes, direction, &fault)
+    if failed:
+        raise fault_error(&fault)
+    return 0
+
+cdef Buffer Buffer_copy(Buffer self):
+    cdef Buffer copy
+    count_copy(self._nbytes, "DLPack export with copy=True")
+    copy = self._pool.acquire(self._nbytes)
+    memcpy(Buffer_data(copy), Buffer_data(self), self._nbytes)
+    return copy
+
+
+# ---- release -----------------------------------------------------------------------------------------------
+
+cdef inline void Buffer_close(Buffer self) noexcept:
+    """End the ownership, once. Never fails, waits or allocates; also inside garbage collection."""
+    cdef Block* b = self._block
+    if claim(&self._open) and likely(b != NULL):
+        if unlikely(load32(&b.core.flags) & CLOSED):
+            with nogil:     # the region may go back to the backend
+                b.core.release(b.core, b)
+        else:
+            b.core.release(b.core, b)
+
+cdef int Buffer_wait_for(Buffer self, after) except -1:
+    """Give the block a fence's reference. Raises with nothing changed."""
+    cdef Fence fence
+    if self._block == NULL:
+        return 0
+    if isinstance(after, int) and not isinstance(after, bool):
+        return Buffer_wait_for_fd(self, after, False)
+    if isinstance(after, Fence):
+        return Buffer_wait_for_fence(self, after)
+    if hasattr(after, "add_done_callback"):
+        fence = Fence()
+        Buffer_wait_for_fence(self, fence)
+        try:
+            after.add_done_callback(lambda _: fence.set())
+        except BaseException:
+            fence.set()
+            raise
+        return 0
+    if hasattr(after, "fileno"):
+        return Buffer_wait_for_fd(self, after.fileno(), True)
+    raise TypeError("after must be an fd, an object with fileno(), a Future or a zcpool.Fence, "
+                    f"not {type(after).__name__}")
+
+cdef int Buffer_wait_for_fence(Buffer self, Fence fence) except -1:
+    cdef FenceNode* node = fence_node(self._block, -1)
+    if node == NULL:
+        raise MemoryError("no memory to note the fence; nothing has been released")
+    try:
+        Buffer_ref(self)
+    except BaseException:
+        free(node)
+        raise
+    if not fence_attach(&fence._waiting, node):
+        free(node)                      # set already: nothing to wait for
+        block_unref(self._block)
+    return 0
+
+cdef int Buffer_wait_for_fd(Buffer self, fd, bint duplicate) except -1:
+    cdef int number = fd if -1 <= fd < (1 << 31) else -1
+    cdef int wrong = fd_check(number)
+    cdef FenceNode* node
+    if wrong == 1:
+        raise ValueError(f"the fence fd {fd} is not open; nothing has been released")
+    if wrong == 2:
+        raise ValueError(f"the fence fd {fd} is a regular file or a directory, which is always readable: it signals "
+                         "nothing. Pass a sync_file, an eventfd or a pipe; nothing has been released")
+    if duplicate:
+        number = fd_dup(number)
+        if number < 0:
+            PyErr_SetFromErrno(OSError)
+    node = fence_node(self._block, number)
+    try:
+        if node == NULL:
+            raise MemoryError("no memory to note the fence; nothing has been released")
+        Buffer_ref(self)
+    except BaseException:
+        free(node)
+        if duplicate:
+            close(number)
+        raise
+    queue_push(<FenceQueue*>self._block.core.fences, node)
+    return 0
+
+cdef object Buffer_repr(Buffer self):
+    cdef uint64_t refs, pins
+    if self._block == NULL or not self._open:
+        return f"<zcpool.Buffer {format_bytes(self._nbytes)}, {'empty' if self._open else 'released'}>"
+    refs = Buffer_refs(self)
+    pins = load32(&self._pins)
+    parts = [f"{format_bytes(self._nbytes)} at {<uintptr_t>self._block.data:#x}",
+             f"{BUCKETS[self._block.bucket]}, capacity {format_bytes(self._block.capacity)}"]
+    if refs > pins:
+        parts.append(f"{refs - pins} view(s)")
+    if pins:
+        parts.append(f"{pins} pin(s)")
+    if word_state(load64(&self._block.word)) & FOREIGN:
+        parts.append("inherited through fork")
+    return f"<zcpool.Buffer {', '.join(parts)}, of pool {self._pool.name!r}>"

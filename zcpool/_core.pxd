@@ -1,0 +1,222 @@
+# A pool's control block, and the way of a request that hits.
+#
+#   acquire(n) -> class(n) -> thread cache -> free list -> (miss: _miss.pxd) arena -> backend
+#   release    -> exported, pinned, bound or fenced? retired | thread cache -> free list
+#
+# Control blocks are type-stable: when a pool has ended and its last block has come home, the next new pool
+# takes the control block over, with a new serial. None is ever freed.
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+
+from zcpool._atomics cimport add64, bump64, cas64, likely, load32, load32_seq, load64, load64_seq, loadptr_acquire, \
+    store32, store64, sub64, trylock, tryunlock, unlikely
+from zcpool._block cimport CLOSED, DEBUG, FOREIGN, IN_USE, SLOW_ACQUIRE, SLOW_RELEASE, WAITERS, ZERO, Block, CoreHead, \
+    Region, block_renew, block_retire, word_make, word_refs, word_state
+from zcpool._backend cimport BackendOps
+from zcpool._debug cimport FaultLog, block_wipe
+from zcpool._fence cimport FenceQueue
+from zcpool._freelist cimport FreeList, ThreadCache, cache_get, cache_put, cache_refill, cache_spill, pop, push_chain
+from zcpool._process cimport slots_wake, thread_cache
+from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES, bucket_of, class_of, max_bytes, round_up
+
+cdef enum:
+    # A kind is a set of free lists: the log2 of an alignment above the pool's own, relative to the granule
+    # (0: the pool's alignment suffices), plus EXCLUSIVE for regions of their own below the arena limit.
+    ALIGNMENTS = 16         # up to 2 MiB
+    EXCLUSIVE = 16
+    KINDS = 32
+
+
+cdef struct Counters:
+    # Atomic, by bucket; away from what the hot path writes.
+    uint64_t acquires[4]            # those not counted by a thread cache
+    uint64_t misses[4]
+    uint64_t failures[4]
+    uint64_t backend_allocations[4]
+    uint64_t backend_frees[4]
+    uint64_t peak_in_use[4]
+    uint64_t peak_in_use_total
+    uint64_t peak_reserved[4]
+    uint64_t peak_reserved_total
+
+
+cdef struct Core:
+    CoreHead head
+    void (*drain)(Core* core) noexcept nogil    # _reclaim.pxd: give back what came home to a closed pool
+    # Read-mostly after creation.
+    uint64_t granule                # bytes; every capacity and every offset is a multiple of it
+    FreeList* lists[32]             # by kind, CLASSES each; kind 0 always there, others made on demand, never freed
+    BackendOps ops
+    uint64_t max_bytes              # 0: no limit
+    uint64_t max_handles
+    uint64_t arena_bytes            # largest arena, bytes
+    uint64_t arena_limit            # blocks of at most this many bytes come from arenas
+    uint64_t region_alignment       # bytes
+    uint64_t largest_region         # bytes
+    uint32_t serial                 # which pool this is, of those that had the control block
+    uint32_t taken                  # guarded by process.pools_lock
+    # Bytes outside shared lists: with users, in thread caches, or retired; atomic, by bucket, one cache line.
+    uint64_t lent[4]
+    # Slow path.
+    uint32_t lock                   # the mutex; guards regions, arenas, `made`, `floor`, caches' list, fence array
+    uint32_t dirty                  # atomic: somebody pushed to a closed pool and could not drain it
+    uint32_t inflight               # atomic: backend calls under way that hold a reservation
+    uint32_t inflight_turn          # atomic, a futex: moves whenever one of them ends
+    uint32_t epoch                  # atomic: counts misses; a clock for "recent"
+    uint64_t reserved               # atomic: bytes of regions, reservations in flight included
+    uint64_t handles                # atomic: regions, reservations in flight included
+    uint64_t wait_mask              # atomic: the waiters' slots
+    uint64_t recent_peak            # a decaying peak of lent bytes; guarded by lock
+    Region* regions                 # guarded by lock
+    uint64_t held[4]                # bytes of regions in the pool, by bucket; guarded by lock
+    uint64_t arena_total            # atomic to read, guarded by lock to change
+    uint64_t n_regions
+    uint64_t carved_bytes           # bytes of all blocks that are not spans; guarded by lock
+    ThreadCache* caches             # guarded by lock to change, read by visitors under lock
+    FenceQueue fences
+    Counters counters
+    Region* deferred                # atomic stack of regions whose Python backend must free them
+    FaultLog faults
+
+
+cdef inline FreeList* list_of(Core* core, int kind, int cls) noexcept nogil:
+    return &core.lists[kind][cls]
+
+cdef inline FreeList* home_of(Block* b) noexcept nogil:
+    return list_of(<Core*>b.core, b.kind, b.cls)
+
+cdef inline int request_class(Core* core, uint64_t nbytes) noexcept nogil:
+    """Return the class of 1 <= nbytes <= max_bytes()."""
+    if core.granule != GRANULE:
+        nbytes = round_up(nbytes, core.granule)
+    return class_of(nbytes)
+
+cdef inline void peak_note(uint64_t* peak, uint64_t value) noexcept nogil:
+    cdef uint64_t seen = load64(peak)
+    while value > seen:
+        if cas64(peak, &seen, value):
+            return
+
+cdef inline void lend(Core* core, int bucket, uint64_t nbytes) noexcept nogil:
+    """Count bytes that leave the shared lists, and the peak.
+
+    The total is the sum of four loads: exact for one thread, and for several off by what moves meanwhile.
+    Bytes that wait in thread caches count as lent, so the peak is high by at most the caches' bound.
+    """
+    cdef uint64_t now = add64(&core.lent[bucket], nbytes) + nbytes
+    if now > load64(&core.counters.peak_in_use[bucket]):
+        peak_note(&core.counters.peak_in_use[bucket], now)
+    now = lent_total(core)
+    if now > load64(&core.counters.peak_in_use_total):
+        peak_note(&core.counters.peak_in_use_total, now)
+
+cdef inline uint64_t lent_total(Core* core) noexcept nogil:
+    return load64(&core.lent[0]) + load64(&core.lent[1]) + load64(&core.lent[2]) + load64(&core.lent[3])
+
+cdef inline void unlend(Core* core, int bucket, uint64_t nbytes) noexcept nogil:
+    sub64(&core.lent[bucket], nbytes)
+
+
+# ---- acquire -------------------------------------------------------------------------------------------
+
+cdef inline Block* hand_out(Block* b, uint64_t nbytes) noexcept nogil:
+    """Give a block that nobody holds its owner."""
+    store64(&b.word, word_make(load64(&b.word), IN_USE))
+    store64(&b.requested, nbytes)
+    return b
+
+cdef inline Block* take_shared(Core* core, int kind, int cls) noexcept nogil:
+    """Take a free block from a shared list, or return NULL."""
+    cdef FreeList* shared = list_of(core, kind, cls)
+    cdef Block* b = pop(&shared.head)
+    if b != NULL:
+        store32(&shared.stamp, load32(&core.epoch))
+        lend(core, b.bucket, b.capacity)
+    return b
+
+cdef inline Block* take_cached(Core* core, ThreadCache* c, int cls) noexcept nogil:
+    """Take a free block of a small class from the caller's locked cache, refilled if need be."""
+    cdef Block* b = cache_get(c, cls)
+    cdef FreeList* shared
+    if unlikely(b == NULL):
+        shared = list_of(core, 0, cls)
+        cache_refill(c, cls, shared)
+        if c.slots[cls].count:
+            store32(&shared.stamp, load32(&core.epoch))
+            b = c.slots[cls].head
+            lend(core, 0, b.capacity * c.slots[cls].count)
+            b = cache_get(c, cls)
+    return b
+
+cdef inline Block* core_take(Core* core, uint64_t nbytes) noexcept nogil:
+    """Serve 1 <= nbytes <= max_bytes() from what is cached; NULL is a miss (or a pool that wants the slow way).
+
+    Waits for nothing, makes no system call, allocates nothing; with or without the GIL.
+    """
+    cdef int cls = request_class(core, nbytes)
+    cdef ThreadCache* c = <ThreadCache*>thread_cache(core.head.id)
+    cdef Block* b = NULL
+    if unlikely(c == NULL):
+        return NULL             # the first acquire of a thread: the miss makes its cache
+    if likely(cls < SMALL_CLASSES) and likely(trylock(&c.lock)):
+        if likely(not load32(&core.head.flags) & SLOW_ACQUIRE):
+            b = take_cached(core, c, cls)
+        tryunlock(&c.lock)
+    elif likely(not load32(&core.head.flags) & SLOW_ACQUIRE):
+        b = take_shared(core, 0, cls)
+    if likely(b != NULL):
+        bump64(&c.acquires[b.bucket], 1)    # only its owner writes it
+        hand_out(b, nbytes)
+    return b
+
+
+# ---- release -------------------------------------------------------------------------------------------
+
+cdef inline void put_shared(Core* core, Block* b) noexcept nogil:
+    """Push a block that nobody holds to its list, then look whether somebody is to be told.
+
+    The push and the load are sequentially consistent, and so are a waiter's and a closer's "set the flag,
+    then look at the list": one of the two sees the other.
+    """
+    cdef uint32_t flags
+    unlend(core, b.bucket, b.capacity)
+    push_chain(&home_of(b).head, b, b)
+    flags = load32_seq(&core.head.flags)
+    if unlikely(flags & (CLOSED | WAITERS)):
+        if flags & WAITERS:
+            slots_wake(load64_seq(&core.wait_mask))
+        if flags & CLOSED:
+            core.drain(core)
+
+cdef inline void core_put(CoreHead* head, Block* b) noexcept nogil:
+    """Take back a block without owner or references. Cannot fail, wait or allocate."""
+    cdef Core* core = <Core*>head
+    cdef ThreadCache* c
+    if unlikely(word_state(load64(&b.word)) & FOREIGN):
+        return
+    if unlikely(load32(&core.head.flags) & (DEBUG | ZERO)):
+        block_wipe(b, load32(&core.head.flags), &core.faults)
+    block_renew(b)
+    if b.cls < SMALL_CLASSES and b.kind == 0:
+        c = <ThreadCache*>thread_cache(core.head.id)
+        if likely(c != NULL) and likely(trylock(&c.lock)):
+            if likely(not load32(&core.head.flags) & SLOW_RELEASE):
+                if unlikely(not cache_put(c, b)):
+                    unlend(core, 0, cache_spill(c, b.cls, (c.slots[b.cls].limit + 1) // 2, home_of(b)))
+                    if not cache_put(c, b):
+                        tryunlock(&c.lock)
+                        put_shared(core, b)
+                        return
+                tryunlock(&c.lock)
+                return
+            tryunlock(&c.lock)
+    put_shared(core, b)
+
+cdef inline void core_release(CoreHead* head, Block* b) noexcept nogil:
+    """End the ownership of an IN_USE block: home at once, or retired while references live."""
+    cdef uint64_t word = load64(&b.word)
+    if unlikely(word_state(word) & FOREIGN):
+        return
+    if unlikely(word_refs(word)) and block_retire(b):
+        return
+    core_put(head, b)
+

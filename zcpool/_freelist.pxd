@@ -1,0 +1,218 @@
+# Lock-free LIFO free lists of blocks, and thread caches in front of them.
+#
+# A list is a Treiber stack whose links lie in descriptors, never in blocks, so that a popper with a stale
+# view reads a mapped link, and device memory is never touched. Its head is one word:
+#
+#   tag (40 bits) | index of the first block (24 bits, 0 = empty)
+#
+# Invariant: the tag moves on with every push. If a popper's compare-and-swap still finds the head it read,
+# nothing was pushed meanwhile, so the first block never left the list, and the links it followed from there
+# (any number of them: a chain is taken in one swap) are what they were.
+#
+# Memory order: a push releases (the block's contents and link), a pop acquires. Pops and pushes of others in
+# between are read-modify-writes of the same word, so they carry the release on.
+from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
+
+from zcpool._atomics cimport cas64, load64, load64_acquire, loadptr, mutex_lock, mutex_unlock, storeptr, swap64
+from zcpool._block cimport Block, Cold
+from zcpool._process cimport CHUNK, TAG_BITS, cold_half, descriptor, grow_descriptors, process
+from zcpool._sizes cimport SMALL_CLASSES
+
+cdef enum:
+    INDEX_BITS = 24
+    INDEX_MASK = (1 << 24) - 1
+
+
+cdef struct FreeList:
+    # One cache line: two classes never share one.
+    uint64_t head           # atomic
+    uint32_t stamp          # atomic: the core's epoch when a block was last taken from here
+    uint32_t made           # blocks of this list that exist, wherever they are; guarded by core.lock
+    uint32_t floor          # blocks that reserve() promised; automatic trimming leaves them; by core.lock
+    uint32_t unused[11]
+
+
+cdef inline Block* block_at(uint64_t head) noexcept nogil:
+    cdef uint32_t index = head & INDEX_MASK
+    return <Block*>descriptor(index) if index else NULL
+
+cdef inline Cold* cold(Block* b) noexcept nogil:
+    return <Cold*>cold_half(b)
+
+cdef inline Block* next_of(Block* b) noexcept nogil:
+    # Relaxed: a stale popper may read it while the block's next owner writes it; the swap then fails.
+    return <Block*>loadptr(<uintptr_t*>&b.next)
+
+cdef inline void set_next(Block* b, Block* next) noexcept nogil:
+    storeptr(<uintptr_t*>&b.next, <uintptr_t>next)
+
+cdef inline uint64_t head_after_push(uint64_t head, Block* first) noexcept nogil:
+    cdef uint64_t tag = (head >> INDEX_BITS) + 1
+    return ((tag & ((<uint64_t>1 << TAG_BITS) - 1)) << INDEX_BITS) | first.index
+
+cdef inline uint64_t head_after_pop(uint64_t head, Block* rest) noexcept nogil:
+    return (head & ~<uint64_t>INDEX_MASK) | (rest.index if rest else 0)
+
+cdef inline void push_chain(uint64_t* head, Block* first, Block* last) noexcept nogil:
+    """Push blocks linked from `first` to `last` in one swap."""
+    cdef uint64_t seen = load64(head)
+    while True:
+        set_next(last, block_at(seen))
+        if cas64(head, &seen, head_after_push(seen, first)):
+            return
+
+cdef inline Block* pop(uint64_t* head) noexcept nogil:
+    cdef uint64_t seen = load64_acquire(head)
+    cdef Block* b
+    while True:
+        b = block_at(seen)
+        if b == NULL or cas64(head, &seen, head_after_pop(seen, next_of(b))):
+            return b
+
+cdef inline Block* pop_chain(uint64_t* head, int most, int* count, bint* more) noexcept nogil:
+    """Pop up to `most` blocks as a chain in one swap; `more`: the list did not end with them."""
+    cdef uint64_t seen = load64_acquire(head)
+    cdef Block* first
+    cdef Block* last
+    cdef Block* rest
+    while True:
+        first = block_at(seen)
+        count[0] = 0
+        more[0] = False
+        if first == NULL:
+            return NULL
+        last = first
+        count[0] = 1
+        rest = next_of(last)
+        while rest != NULL and count[0] < most:
+            last = rest
+            rest = next_of(last)
+            count[0] += 1
+        if cas64(head, &seen, head_after_pop(seen, rest)):
+            set_next(last, NULL)
+            more[0] = rest != NULL
+            return first
+
+cdef inline Block* pop_all(uint64_t* head) noexcept nogil:
+    """Detach the whole list. The tag stays: an empty list cannot be confused with a full one."""
+    cdef uint64_t seen = load64_acquire(head)
+    while seen & INDEX_MASK:
+        if cas64(head, &seen, head_after_pop(seen, NULL)):
+            return block_at(seen)
+    return NULL
+
+
+# ---- descriptors: a free list of their own ---------------------------------------------------------
+
+cdef inline Block* descriptor_take() noexcept nogil:
+    """Take a descriptor nobody uses; NULL when there is no memory, or 16 million are in use."""
+    cdef Block* b = pop(&process.free_descriptors)
+    cdef Block* first
+    cdef uint32_t index
+    cdef uint32_t i
+    if b != NULL:
+        return b
+    mutex_lock(&process.grow_lock)
+    b = pop(&process.free_descriptors)
+    if b == NULL:
+        index = grow_descriptors()
+        if index:
+            first = <Block*>descriptor(index)
+            first.index = index
+            for i in range(1, <uint32_t>CHUNK - (index & <uint32_t>(CHUNK - 1))):
+                b = first + i
+                b.index = index + i
+                set_next(b - 1, b)
+            push_chain(&process.free_descriptors, first + 1, b)
+            b = first
+    mutex_unlock(&process.grow_lock)
+    return b
+
+cdef inline void descriptor_give(Block* b) noexcept nogil:
+    push_chain(&process.free_descriptors, b, b)
+
+
+# ---- thread caches -----------------------------------------------------------------------------------
+#
+# A cache belongs to one thread and one pool. Its trylock is taken by the owner with one exchange for each
+# operation; when that fails, a visitor (limits, trim, reserve, close, a waiter) is looking through it, and
+# the owner goes to the shared list instead of waiting. Inside the lock nothing waits, allocates or runs
+# Python. Order of locks: core.lock before caches, never the other way.
+
+cdef enum:
+    CACHE_SLOTS = 31                # blocks of a class at most; batches of half of it
+    CACHE_CLASS_BYTES = 1 << 20     # bytes of a class at most
+    CACHE_BYTES = 4 << 20           # bytes of a cache at most
+
+
+cdef struct CacheSlot:
+    Block* head
+    uint16_t count
+    uint16_t limit
+    uint16_t batch          # how many blocks the next refill takes: doubles while the list has plenty, 1 after a steal
+    uint16_t unused
+
+
+cdef struct ThreadCache:
+    uint32_t lock           # atomic trylock; guards everything below
+    uint32_t unused[3]      # slots then start at a multiple of 16: none straddles a cache line
+    void* core
+    void* owner             # the thread, NULL when it has ended: then a new thread may take the cache over
+    ThreadCache* next       # core.caches
+    uint64_t bytes
+    uint64_t acquires[4]    # by bucket; atomic, written by the owner alone, with or without the lock
+    CacheSlot slots[95]
+
+
+cdef inline bint cache_put(ThreadCache* c, Block* b) noexcept nogil:
+    """Keep a block in a locked cache; False when its class or the cache is full."""
+    cdef CacheSlot* s = &c.slots[b.cls]
+    if s.count >= s.limit or c.bytes + b.capacity > CACHE_BYTES:
+        return False
+    set_next(b, s.head)
+    s.head = b
+    s.count += 1
+    c.bytes += b.capacity
+    return True
+
+cdef inline Block* cache_get(ThreadCache* c, int cls) noexcept nogil:
+    cdef CacheSlot* s = &c.slots[cls]
+    cdef Block* b = s.head
+    if b != NULL:
+        s.head = next_of(b)
+        s.count -= 1
+        c.bytes -= b.capacity
+    return b
+
+cdef inline void cache_refill(ThreadCache* c, int cls, FreeList* shared) noexcept nogil:
+    """Move a batch from the shared list into an empty class of a locked cache."""
+    cdef CacheSlot* s = &c.slots[cls]
+    cdef int count
+    cdef bint more
+    s.head = pop_chain(&shared.head, s.batch, &count, &more)
+    if s.head != NULL:
+        s.count = <uint16_t>count
+        c.bytes += s.head.capacity * <uint64_t>count
+        if more and s.batch < (s.limit + 1) // 2:
+            s.batch = s.batch * 2 if s.batch * 2 < (s.limit + 1) // 2 else (s.limit + 1) // 2
+
+cdef inline uint64_t cache_spill(ThreadCache* c, int cls, int count, FreeList* shared) noexcept nogil:
+    """Move `count` blocks of a class (at most what is there) to the shared list in one swap; return their bytes."""
+    cdef CacheSlot* s = &c.slots[cls]
+    cdef Block* first = s.head
+    cdef Block* last = first
+    cdef uint64_t moved
+    cdef int n = 1
+    if count > s.count:
+        count = s.count
+    if count <= 0:
+        return 0
+    while n < count:
+        last = next_of(last)
+        n += 1
+    moved = first.capacity * <uint64_t>count
+    s.head = next_of(last)
+    s.count -= <uint16_t>count
+    c.bytes -= moved
+    push_chain(&shared.head, first, last)
+    return moved

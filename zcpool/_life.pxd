@@ -1,0 +1,214 @@
+# The life of a control block: made or taken over, closed, orphaned, buried; and what a fork does to all.
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.string cimport memset
+
+from zcpool._atomics cimport add32, and32, load32, load32_seq, load64, load64_seq, loadptr, mutex_lock, mutex_unlock, \
+    or32, spinlock, store32, store64, swap32, swapptr, tryunlock
+from zcpool._backend cimport Backend
+from zcpool._block cimport CLOSED, DEBUG, FIXED, FOREIGN, FROZEN, IN_USE, ORPHAN, PYTHON_BACKEND, RETIRED, SPAN, \
+    STATE_SHIFT, VISIBLE, WAITERS, ZERO, Block, Region, word_state
+from zcpool._core cimport KINDS, Core, core_put, core_release
+from zcpool._freelist cimport INDEX_MASK, ThreadCache
+from zcpool._miss cimport fences_poll, kind_ensure
+from zcpool._process cimport CHUNK, POOLS, chores_due, descriptor, process, process_start, slots_wake, thread_id
+from zcpool._reclaim cimport arenas_trim, cache_abandon, caches_flush, core_drain, core_unlock, flight_end, \
+    lists_trim, region_free, regions_free
+from zcpool._sizes cimport CLASSES, SMALL_CLASSES
+
+cdef extern from "<stdlib.h>" nogil:
+    int posix_memalign(void** memory, size_t alignment, size_t nbytes) noexcept
+
+
+cdef inline Core* core_take_over() noexcept nogil:
+    """Return a control block nobody uses, cleared but for what must survive; NULL when 4096 pools live."""
+    cdef void* memory = NULL
+    cdef Core* core = NULL
+    cdef uint32_t i
+    mutex_lock(&process.pools_lock)
+    for i in range(process.n_pools):
+        core = <Core*>process.pools[i]
+        if not core.taken:
+            core.taken = 1
+            core_clear(core)
+            mutex_unlock(&process.pools_lock)
+            return core
+    core = NULL
+    if process.n_pools < POOLS and posix_memalign(&memory, 64, sizeof(Core)) == 0:
+        core = <Core*>memory
+        memset(core, 0, sizeof(Core))
+        core.head.id = process.n_pools
+        core.taken = 1
+        process.pools[process.n_pools] = core
+        store32(&process.n_pools, process.n_pools + 1)
+    mutex_unlock(&process.pools_lock)
+    return core
+
+cdef inline void core_clear(Core* core) noexcept nogil:
+    """Forget the last pool: lists are empty, regions gone. Thread caches stay with their threads."""
+    cdef ThreadCache* c = core.caches
+    cdef int kind
+    memset(&core.counters, 0, sizeof(core.counters))
+    memset(core.lent, 0, sizeof(core.lent))
+    memset(core.held, 0, sizeof(core.held))
+    core.arena_total = core.carved_bytes = core.recent_peak = 0
+    core.faults.count = 0
+    core.faults.text[0] = 0
+    core.fences.broken = 0
+    for kind in range(KINDS):
+        if core.lists[kind] != NULL:
+            memset(core.lists[kind], 0, CLASSES * sizeof(core.lists[kind][0]))
+    while c != NULL:
+        spinlock(&c.lock)
+        memset(c.acquires, 0, sizeof(c.acquires))
+        tryunlock(&c.lock)
+        c = c.next
+
+cdef inline Core* core_new(Backend backend, uint64_t granule, uint32_t flags) except NULL:
+    """Return a control block for a new pool, open, holding a reference of the backend."""
+    cdef Core* core
+    with nogil:
+        core = core_take_over()
+        if core != NULL and core.lists[0] == NULL and not kind_ensure(core, 0):
+            core.taken = 0
+            core = NULL
+    if core == NULL:
+        raise MemoryError(f"no control block for another pool: {POOLS} can live at a time")
+    core.serial += 1
+    core.drain = core_drain
+    core.head.release = core_release
+    core.head.go_home = core_put
+    core.head.fences = &core.fences
+    core.head.holds = 0
+    core.granule = granule
+    backend.fill_ops(&core.ops)
+    Py_INCREF(backend)
+    core.head.backend = <void*>backend
+    if backend.cpu_visible:
+        flags |= VISIBLE
+    if backend.python:
+        flags |= PYTHON_BACKEND
+    store32(&core.head.flags, flags)
+    return core
+
+cdef inline void core_close(Core* core) noexcept nogil:
+    """Stop acquires and give back all that is free. What is in use comes home later, through core_drain."""
+    cdef Region* chain = NULL
+    cdef uint64_t mask
+    and32(&core.head.flags, ~<uint32_t>FROZEN)
+    or32(&core.head.flags, CLOSED)
+    fences_poll(core)
+    mutex_lock(&core.lock)
+    caches_flush(core)          # who put a block into a cache before the flag was seen, put it before this
+    lists_trim(core, NULL, &chain)
+    arenas_trim(core, False, &chain)
+    mask = load64_seq(&core.wait_mask)
+    core_unlock(core)
+    regions_free(core, chain, True)
+    slots_wake(mask)
+
+
+# ---- chores: what only a thread with the GIL can do --------------------------------------------------------
+
+cdef inline int chores(void* unused) noexcept:
+    """Free the regions of Python backends that came home without the GIL, and bury pools that have ended."""
+    cdef uint32_t i
+    cdef Core* core
+    swap32(&process.python_work, 0)
+    for i in range(load32(&process.n_pools)):
+        core = <Core*>process.pools[i]
+        with nogil:
+            deferred_free(core)
+            if load32_seq(&core.head.flags) & ORPHAN:
+                fences_poll(core)
+        core_bury(core)
+    return 0
+
+cdef inline void deferred_free(Core* core) noexcept nogil:
+    cdef Region* r
+    cdef Region* next
+    if loadptr(<uintptr_t*>&core.deferred) == 0:
+        return
+    r = <Region*>swapptr(<uintptr_t*>&core.deferred, 0)
+    while r != NULL:
+        next = r.next
+        region_free(core, r)
+        r = next
+
+cdef inline void core_orphan(Core* core) noexcept:
+    """The Pool object is gone (with the GIL)."""
+    with nogil:
+        core_close(core)
+        or32(&core.head.flags, ORPHAN)
+    chores(NULL)
+
+cdef inline void core_bury(Core* core) noexcept:
+    """Let go of the backend of a pool that has ended, once its last region has."""
+    cdef object backend
+    if not load32_seq(&core.head.flags) & ORPHAN or load64_seq(&core.reserved) or load64_seq(&core.fences.pending):
+        return
+    if load32_seq(&core.inflight) or load32_seq(&core.dirty):
+        return
+    if not and32(&core.head.flags, ~<uint32_t>ORPHAN) & ORPHAN:
+        return                  # somebody else is at it
+    backend = <object>core.head.backend
+    core.head.backend = NULL
+    Py_DECREF(backend)
+    store32(&core.taken, 0)
+
+
+# ---- fork ----------------------------------------------------------------------------------------------------
+
+cdef inline void all_forked() noexcept nogil:
+    """In the child: disown whatever the parent had, by stores alone.
+
+    Descriptors are walked by the table, not by the pools' lists, which another thread may have been changing.
+    """
+    cdef uint32_t i, j
+    cdef Block* b
+    for i in range(load32(&process.n_chunks)):
+        for j in range(<uint32_t>CHUNK):
+            b = <Block*>descriptor(i * CHUNK + j)
+            if word_state(b.word) == IN_USE or word_state(b.word) == RETIRED:
+                b.word |= <uint64_t>FOREIGN << STATE_SHIFT
+    for i in range(load32(&process.n_pools)):
+        core_forked(<Core*>process.pools[i])
+
+cdef inline void core_forked(Core* core) noexcept nogil:
+    cdef ThreadCache* c = core.caches
+    cdef int kind, cls
+    core.lock = core.dirty = core.inflight = 0
+    core.wait_mask = core.reserved = core.handles = core.n_regions = 0
+    and32(&core.head.flags, ~<uint32_t>WAITERS)
+    core.head.holds = 0
+    core.regions = core.deferred = NULL
+    core.fences.incoming = core.fences.pending = 0
+    core.fences.first = core.fences.last = NULL
+    core.faults.lock = 0
+    for kind in range(KINDS):
+        if core.lists[kind] != NULL:
+            for cls in range(CLASSES):
+                core.lists[kind][cls].head &= ~<uint64_t>INDEX_MASK
+                core.lists[kind][cls].made = core.lists[kind][cls].floor = 0
+    while c != NULL:
+        c.lock = 0
+        c.bytes = 0
+        if c.owner != thread_id():
+            c.owner = NULL      # its thread does not exist here
+        for cls in range(SMALL_CLASSES):
+            c.slots[cls].head = NULL
+            c.slots[cls].count = 0
+        c = c.next
+    core.arena_total = core.carved_bytes = core.recent_peak = 0
+    memset(&core.counters, 0, sizeof(core.counters))
+    memset(core.lent, 0, sizeof(core.lent))
+    memset(core.held, 0, sizeof(core.held))
+    c = core.caches
+    while c != NULL:
+        memset(c.acquires, 0, sizeof(c.acquires))
+        c = c.next
+
+cdef inline void life_begin() noexcept nogil:
+    """Set the process-wide hooks, once."""
+    process.chores = chores
+    process_start(cache_abandon, all_forked)

@@ -1,0 +1,43 @@
+# Declarations of _process.h. Only _pool compiles this in: the state exists once.
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+cdef extern from "_process.h" nogil:
+    enum:
+        CHUNK "ZC_CHUNK"
+        POOLS "ZC_POOLS"
+        SLOTS "ZC_SLOTS"
+        TAG_BITS "ZC_TAG_BITS"
+
+    struct Process:
+        void* pools[4096]
+        uint32_t n_pools
+        uint32_t n_chunks
+        uint32_t pools_lock
+        uint32_t grow_lock
+        uint32_t generation
+        uint32_t python_work
+        uint64_t free_descriptors
+        int (*chores)(void*) noexcept
+
+    Process process "zc_process"
+
+    ctypedef void (*drain_fn)(void* cache) noexcept nogil
+    ctypedef void (*forked_fn)() noexcept nogil
+
+    void process_start "zc_process_start"(drain_fn drain, forked_fn forked) noexcept
+    void* thread_cache "zc_thread_cache"(uint32_t pool) noexcept
+    int thread_adopt "zc_thread_adopt"(uint32_t pool, void* cache) noexcept
+    void* thread_id "zc_self_id"() noexcept
+
+    bint chores_due "zc_chores_due"() noexcept
+    void call_python "zc_call_python"() noexcept
+
+    void* descriptor "zc_descriptor"(uint32_t index) noexcept
+    void* cold_half "zc_cold"(void* hot) noexcept
+    uint32_t grow_descriptors "zc_grow_descriptors"() noexcept
+
+    int slot_take "zc_slot_take"() noexcept
+    void slot_give "zc_slot_give"(int slot) noexcept
+    void slot_drain "zc_slot_drain"(int slot) noexcept
+    void slots_wake "zc_slots_wake"(uint64_t mask) noexcept
+    int slot_wait "zc_slot_wait"(int slot, const int* fences, int n_fences, int64_t timeout_ns) noexcept

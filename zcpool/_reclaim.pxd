@@ -1,0 +1,311 @@
+# Giving memory back: visiting thread caches, trimming lists, joining blocks, freeing regions, closing.
+#
+# core.lock guards regions, arenas, `made` and `floor` of the lists, the list of caches, and the fence queue.
+# Under it nothing calls a backend, runs Python, or waits for anything but a cache's trylock. It is never
+# waited for with the GIL held; release paths only try it.
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport free
+
+from zcpool._arena cimport arena_join, region_end
+from zcpool._atomics cimport add32, add64, and32, casptr, futex_wake_all, load32, load32_seq, load64, loadptr, \
+    mutex_trylock, mutex_unlock, or32, spinlock, store32, sub32, sub64, swap32, tryunlock
+from zcpool._block cimport CLOSED, FROZEN, ORPHAN, PYTHON_BACKEND, WAITERS, Block, Region, block_unref
+from zcpool._core cimport Core, home_of, lent_total, list_of, peak_note, take_shared, unlend
+from zcpool._core cimport KINDS
+from zcpool._fence cimport FENCE_BATCH, POLLNVAL, FenceNode, close, nodes_look, queue_append, queue_take
+from zcpool._freelist cimport INDEX_MASK, FreeList, block_at, ThreadCache, cache_get, cache_spill, cold, next_of, pop_all, \
+    push_chain, set_next
+from zcpool._process cimport call_python, process, slots_wake
+from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES
+
+cdef enum:
+    RECENT = 64             # misses: a list used within so many is not trimmed by itself
+
+
+# ---- thread caches -------------------------------------------------------------------------------------
+
+cdef inline void caches_lock(Core* core) noexcept nogil:
+    """Lock every cache. Owners meanwhile use the shared lists, so what is free stands still or lies there."""
+    cdef ThreadCache* c = core.caches
+    while c != NULL:
+        spinlock(&c.lock)
+        c = c.next
+
+cdef inline void caches_unlock(Core* core) noexcept nogil:
+    cdef ThreadCache* c = core.caches
+    while c != NULL:
+        tryunlock(&c.lock)
+        c = c.next
+
+cdef inline void cache_flush(Core* core, ThreadCache* c, int cls) noexcept nogil:
+    """Move a class of a locked cache to the shared list, and refill it gently from now on."""
+    if c.slots[cls].count:
+        unlend(core, 0, cache_spill(c, cls, c.slots[cls].count, list_of(core, 0, cls)))
+    c.slots[cls].batch = 1
+
+cdef inline void caches_flush(Core* core) noexcept nogil:
+    """Move all that is cached by threads to the shared lists. Under core.lock."""
+    cdef ThreadCache* c = core.caches
+    cdef int cls
+    caches_lock(core)
+    while c != NULL:
+        for cls in range(SMALL_CLASSES):
+            cache_flush(core, c, cls)
+        c = c.next
+    caches_unlock(core)
+
+cdef inline Block* steal(Core* core, int cls) noexcept nogil:
+    """Take a free block of a small class wherever it is. Under core.lock.
+
+    All caches are held at once, so a block that moves between caches and the list cannot escape: NULL means
+    that, at one instant, every block of the class was in use. Without that, a pool prepared for n threads
+    with n blocks could call its backend all the same.
+    """
+    cdef ThreadCache* c = core.caches
+    cdef Block* b = NULL
+    caches_lock(core)
+    while c != NULL:
+        if b == NULL:
+            b = cache_get(c, cls)
+        cache_flush(core, c, cls)
+        c = c.next
+    if b == NULL:
+        b = take_shared(core, 0, cls)
+    caches_unlock(core)
+    return b
+
+cdef inline void cache_abandon(void* cache) noexcept nogil:
+    """A thread ends: its blocks go to the shared lists, its cache to the next thread that comes."""
+    cdef ThreadCache* c = <ThreadCache*>cache
+    cdef Core* core = <Core*>c.core
+    cdef uint32_t flags
+    cdef int cls
+    spinlock(&c.lock)
+    for cls in range(SMALL_CLASSES):
+        cache_flush(core, c, cls)
+    c.owner = NULL
+    tryunlock(&c.lock)
+    flags = load32_seq(&core.head.flags)
+    if flags & WAITERS:
+        slots_wake(load64(&core.wait_mask))
+    if flags & CLOSED:
+        core_drain(core)
+
+
+# ---- regions -------------------------------------------------------------------------------------------
+
+cdef inline void region_link(Core* core, Region* r) noexcept nogil:
+    r.prev = NULL
+    r.next = core.regions
+    if core.regions != NULL:
+        core.regions.prev = r
+    core.regions = r
+    core.n_regions += 1
+
+cdef inline void region_unlink(Core* core, Region* r, Region** chain) noexcept nogil:
+    """Take a region none of whose blocks anybody holds out of the pool, onto a chain of regions to free."""
+    if r.prev != NULL:
+        r.prev.next = r.next
+    else:
+        core.regions = r.next
+    if r.next != NULL:
+        r.next.prev = r.prev
+    core.n_regions -= 1
+    core.carved_bytes -= r.carved_bytes
+    reserved_note(core, r, False)
+    region_end(r)
+    r.next = chain[0]
+    chain[0] = r
+    add32(&core.inflight, 1)    # its bytes still count against the limit: a miss waits for them to go
+
+cdef inline void reserved_note(Core* core, Region* r, bint added) noexcept nogil:
+    """Keep the sums of regions in the pool, and their peaks. Under core.lock."""
+    cdef int i
+    cdef uint64_t total = 0
+    if not added:
+        core.held[r.bucket] -= r.nbytes
+        if r.bins != NULL:
+            core.arena_total -= r.nbytes
+        return
+    core.held[r.bucket] += r.nbytes
+    if r.bins != NULL:
+        core.arena_total += r.nbytes
+    for i in range(4):
+        total += core.held[i]
+    peak_note(&core.counters.peak_reserved[r.bucket], core.held[r.bucket])
+    peak_note(&core.counters.peak_reserved_total, total)
+
+cdef inline uint64_t regions_free(Core* core, Region* chain, bint may_run_python) noexcept nogil:
+    """Call the backend for every region of a chain; return the bytes. No lock is held."""
+    cdef Region* r
+    cdef uint64_t total = 0
+    while chain != NULL:
+        r = chain
+        chain = r.next
+        total += r.nbytes
+        if load32(&core.head.flags) & PYTHON_BACKEND and not may_run_python:
+            region_defer(core, r)
+        else:
+            region_free(core, r)
+        flight_end(core)
+    if load32_seq(&core.head.flags) & ORPHAN:
+        call_python()       # that may have been the last: the control block can be buried
+    return total
+
+cdef inline void region_free(Core* core, Region* r) noexcept nogil:
+    cdef uint64_t nbytes = r.asked
+    add64(&core.counters.backend_frees[r.bucket], 1)
+    core.ops.free(core.head.backend, r)
+    free(r)
+    sub64(&core.reserved, nbytes)
+    sub64(&core.handles, 1)
+
+cdef inline void region_defer(Core* core, Region* r) noexcept nogil:
+    """Leave a region to the next Python entry point: a release must not wait for the GIL."""
+    cdef uintptr_t seen = loadptr(<uintptr_t*>&core.deferred)
+    while True:
+        r.next = <Region*>seen
+        if casptr(<uintptr_t*>&core.deferred, &seen, <uintptr_t>r):
+            break
+    call_python()
+
+cdef inline void flight_end(Core* core) noexcept nogil:
+    """A backend call that held a reservation, or a look at fences, is over: let those who wait look again."""
+    sub32(&core.inflight, 1)
+    add32(&core.inflight_turn, 1)
+    futex_wake_all(&core.inflight_turn)
+
+
+# ---- lists ---------------------------------------------------------------------------------------------
+
+cdef inline void block_give_back(Core* core, Block* b, Region** chain) noexcept nogil:
+    """End a free block the caller holds: joined in its arena, or its region put on the chain. Under core.lock."""
+    cdef Region* r = b.region
+    home_of(b).made -= 1
+    if r.bins == NULL:
+        region_unlink(core, r, chain)
+    else:
+        core.carved_bytes -= b.capacity
+        arena_join(r, b)
+
+cdef inline uint64_t list_trim(Core* core, FreeList* l, uint64_t most, Region** chain) noexcept nogil:
+    """Give back up to `most` blocks of a list, those used longest ago first; return their bytes. Under core.lock."""
+    cdef Block* first = pop_all(&l.head)
+    cdef Block* b = first
+    cdef Block* last = NULL
+    cdef Block* next
+    cdef uint64_t count = 0
+    cdef uint64_t given = 0
+    while b != NULL:
+        count += 1
+        b = next_of(b)
+    b = first
+    while b != NULL and count > most:
+        last = b
+        b = next_of(b)
+        count -= 1
+    while b != NULL:
+        next = next_of(b)
+        given += b.capacity
+        block_give_back(core, b, chain)
+        b = next
+    if last != NULL:
+        push_chain(&l.head, first, last)
+    return given
+
+cdef inline uint64_t lists_trim(Core* core, FreeList* but, Region** chain) noexcept nogil:
+    """Give back every block of every shared list but one, promised ones too; return their bytes. Under core.lock."""
+    cdef FreeList* l
+    cdef uint64_t given = 0
+    cdef int kind, cls
+    for kind in range(KINDS):
+        if core.lists[kind] == NULL:
+            continue
+        for cls in range(CLASSES):
+            l = &core.lists[kind][cls]
+            if l != but:
+                l.floor = 0
+                if load64(&l.head) & INDEX_MASK:
+                    given += list_trim(core, l, <uint64_t>-1, chain)
+    return given
+
+cdef inline FreeList* list_oldest(Core* core, uint32_t age, bint promised) noexcept nogil:
+    """Return the list used longest ago, at least `age` misses, with free blocks beyond what reserve() promised
+    (`promised`: with any). Under core.lock.
+    """
+    cdef FreeList* best = NULL
+    cdef FreeList* l
+    cdef uint32_t now = load32(&core.epoch)
+    cdef int kind, cls
+    for kind in range(KINDS):
+        if core.lists[kind] == NULL:
+            continue
+        for cls in range(CLASSES):
+            l = &core.lists[kind][cls]
+            if (load64(&l.head) & INDEX_MASK and (promised or l.made > l.floor)
+                    and now - load32(&l.stamp) >= age):
+                best = l
+                age = now - load32(&l.stamp)
+    return best
+
+cdef inline uint64_t list_bytes(FreeList* l) noexcept nogil:
+    """Return the capacity of the blocks of a list that is not empty, or may just have become so."""
+    cdef Block* b = block_at(load64(&l.head))
+    return b.capacity if b != NULL else GRANULE
+
+cdef inline void arenas_trim(Core* core, bint keep_one, Region** chain) noexcept nogil:
+    """Take out the arenas that are wholly free, but perhaps one. Under core.lock."""
+    cdef Region* r = core.regions
+    cdef Region* next
+    while r != NULL:
+        next = r.next
+        if r.bins != NULL and r.carved_bytes == 0:
+            if keep_one:
+                keep_one = False
+            else:
+                region_unlink(core, r, chain)
+        r = next
+
+
+# ---- closing -------------------------------------------------------------------------------------------
+
+cdef inline void core_drain(Core* core) noexcept nogil:
+    """Give back what came home to a closed pool. Whoever holds the lock does it for those who cannot."""
+    cdef Region* chain
+    or32(&core.dirty, 1)
+    while load32_seq(&core.dirty) and mutex_trylock(&core.lock):
+        swap32(&core.dirty, 0)
+        chain = NULL
+        lists_trim(core, NULL, &chain)
+        arenas_trim(core, False, &chain)
+        mutex_unlock(&core.lock)
+        regions_free(core, chain, False)
+
+cdef inline void core_unlock(Core* core) noexcept nogil:
+    mutex_unlock(&core.lock)
+    if load32_seq(&core.head.flags) & CLOSED and load32_seq(&core.dirty):
+        core_drain(core)
+
+
+# ---- fences --------------------------------------------------------------------------------------------
+
+cdef inline void fences_return(Core* core, FenceNode** batch, short* seen, int n) noexcept nogil:
+    """Put those that have not signalled to the back of the queue. Under core.lock."""
+    cdef int i
+    for i in range(n):
+        if seen[i] == 0:
+            queue_append(&core.fences, batch[i])
+
+cdef inline void fences_end(Core* core, FenceNode** batch, short* seen, int n) noexcept nogil:
+    """Drop the references of those that have signalled. No lock is held: blocks go home."""
+    cdef int i
+    for i in range(n):
+        if seen[i] == 0:
+            continue
+        sub64(&core.fences.pending, 1)
+        if seen[i] & POLLNVAL:
+            add64(&core.fences.broken, 1)   # closed behind our back: nobody knows when the device is done
+        else:
+            close(batch[i].fd)
+            block_unref(batch[i].block)
+        free(batch[i])

@@ -1,0 +1,153 @@
+# Preparing a pool: blocks made ahead, so that the loop that follows makes no backend call.
+from libc.stdint cimport uint32_t, uint64_t
+
+from zcpool._atomics cimport load32, load64, mutex_lock
+from zcpool._block cimport CLOSED, FROZEN, VISIBLE, Block, Region
+from zcpool._core cimport Core, list_of
+from zcpool._freelist cimport FreeList, next_of, pop_all, push_chain, set_next
+from zcpool._arena cimport region_begin
+from zcpool._miss cimport BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, NO_DESCRIPTORS, TOO_LARGE, \
+    Request, arena_size, block_make, carve_one, kind_ensure, region_get
+from zcpool._reclaim cimport arenas_trim, caches_flush, core_unlock, flight_end, lists_trim, region_link, \
+    regions_free, reserved_note
+
+cdef enum:
+    TOUCH_STEP = 4096       # bytes: the smallest page
+
+
+cdef struct Prepared:
+    Block* first
+    Block* last
+    uint64_t count
+
+
+cdef inline bint core_reserve(Core* core, Request* rq, uint64_t count, bint touch) noexcept nogil:
+    """Make `count` blocks of a class available; False with rq.reason, and what could be made stays cached."""
+    cdef Prepared new
+    cdef uint64_t have
+    cdef bint helped = False
+    new.first = new.last = NULL
+    new.count = 0
+    if core.lists[rq.kind] == NULL and not kind_ensure(core, rq.kind):
+        rq.reason = NO_DESCRIPTORS
+        return False
+    have = count_free(core, rq, count)
+    while have + new.count < count:
+        if not prepare(core, rq, count - have - new.count, &new):
+            if helped or not worth_trimming(rq):
+                break
+            helped = True
+            trim_others(core, rq)
+    if touch:
+        prepared_touch(core, &new)
+    if new.first != NULL:
+        push_chain(&list_of(core, rq.kind, rq.cls).head, new.first, new.last)
+    return have + new.count >= count
+
+cdef inline uint64_t count_free(Core* core, Request* rq, uint64_t count) noexcept nogil:
+    """Count the free blocks of the class, brought together in the shared list, and note the promise."""
+    cdef FreeList* l = list_of(core, rq.kind, rq.cls)
+    cdef Block* first
+    cdef Block* b
+    cdef Block* last = NULL
+    cdef uint64_t have = 0
+    mutex_lock(&core.lock)
+    caches_flush(core)
+    if l.floor < count:
+        l.floor = <uint32_t>count
+    first = b = pop_all(&l.head)
+    while b != NULL:
+        have += 1
+        last = b
+        b = next_of(b)
+    if first != NULL:
+        push_chain(&l.head, first, last)
+    core_unlock(core)
+    return have
+
+cdef inline void prepared_add(Prepared* new, Block* b) noexcept nogil:
+    set_next(b, new.first)
+    new.first = b
+    if new.last == NULL:
+        new.last = b
+    new.count += 1
+
+cdef inline bint prepare(Core* core, Request* rq, uint64_t wanted, Prepared* new) noexcept nogil:
+    """Make some of the wanted blocks: from arenas that have room, else from one new region."""
+    cdef uint64_t had = new.count
+    cdef uint64_t nbytes = rq.capacity
+    cdef Region* r
+    cdef Block* b
+    if rq.carve:
+        mutex_lock(&core.lock)
+        carve_some(core, rq, wanted, new)
+        core_unlock(core)
+        if new.count != had:
+            return True
+        nbytes = max(arena_size(core, rq.capacity), min(core.arena_bytes // rq.capacity, wanted) * rq.capacity)
+    if load32(&core.head.flags) & (CLOSED | FROZEN):
+        rq.reason = IS_CLOSED if load32(&core.head.flags) & CLOSED else IS_FROZEN
+        return False
+    if rq.capacity > core.largest_region or (core.max_bytes and rq.capacity > core.max_bytes):
+        rq.reason = TOO_LARGE
+        return False
+    r = region_get(core, rq, nbytes, rq.capacity)
+    if r == NULL:
+        return False
+    mutex_lock(&core.lock)
+    if region_begin(r, rq.carve, rq.capacity):
+        region_link(core, r)
+        reserved_note(core, r, True)
+        if rq.carve:
+            carve_some(core, rq, wanted, new)
+        else:
+            r.carved_bytes = rq.capacity
+            b = block_make(core, r.first, rq.kind, rq.cls)
+            prepared_add(new, b)
+        core_unlock(core)
+    else:
+        core_unlock(core)
+        r.next = NULL
+        regions_free(core, r, True)     # ends the flight too
+        rq.reason = NO_DESCRIPTORS
+        return False
+    flight_end(core)
+    rq.reason = NO_DESCRIPTORS
+    return new.count != had
+
+cdef inline void carve_some(Core* core, Request* rq, uint64_t wanted, Prepared* new) noexcept nogil:
+    """Cut up to `wanted` blocks from the arenas. Under core.lock."""
+    cdef Block* b
+    while wanted:
+        b = carve_one(core, rq)
+        if b == NULL:
+            return
+        prepared_add(new, b)
+        wanted -= 1
+
+cdef inline bint worth_trimming(Request* rq) noexcept nogil:
+    return (rq.reason == LIMIT_BYTES or rq.reason == LIMIT_HANDLES
+            or (rq.reason == BACKEND_FAILED and rq.fault.no_memory))
+
+cdef inline void trim_others(Core* core, Request* rq) noexcept nogil:
+    """Give back what is cached in other classes."""
+    cdef Region* chain = NULL
+    mutex_lock(&core.lock)
+    caches_flush(core)
+    lists_trim(core, list_of(core, rq.kind, rq.cls), &chain)
+    arenas_trim(core, False, &chain)
+    core_unlock(core)
+    regions_free(core, chain, True)
+
+cdef inline void prepared_touch(Core* core, Prepared* new) noexcept nogil:
+    """Fault the pages in by writing to each: the memory is fresh, its contents are nobody's."""
+    cdef Block* b = new.first
+    cdef uint64_t at
+    if not load32(&core.head.flags) & VISIBLE:
+        return
+    while b != NULL:
+        at = 0
+        while at < b.capacity:
+            (<volatile char*>b.data)[at] = 0
+            at += TOUCH_STEP
+        b = next_of(b)

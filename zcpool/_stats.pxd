@@ -1,0 +1,76 @@
+# Reading the books: every descriptor of the pool's regions is looked at once, with the regions held still by
+# core.lock. Each block is counted by one load of its word, and what is not a block is slack, so the sums
+# balance by construction, even while others acquire and release.
+from libc.stdint cimport uint64_t
+
+from zcpool._atomics cimport load64, mutex_lock
+from zcpool._block cimport CACHED, FOREIGN, IN_USE, RETIRED, SPAN, Block, Region, word_state
+from zcpool._core cimport Core, peak_note
+from zcpool._freelist cimport ThreadCache, cold
+from zcpool._reclaim cimport core_unlock
+
+
+cdef struct BucketSums:
+    uint64_t in_use_bytes
+    uint64_t in_use_blocks
+    uint64_t requested_bytes
+    uint64_t cached_bytes
+    uint64_t cached_blocks
+    uint64_t retired_bytes
+    uint64_t retired_blocks
+    uint64_t reserved_bytes
+    uint64_t handles
+    uint64_t acquires
+    uint64_t largest_free
+
+
+cdef inline void count_block(Block* b, BucketSums* s) noexcept nogil:
+    cdef int state = word_state(load64(&b.word)) & ~FOREIGN
+    s.reserved_bytes += b.capacity
+    if state == CACHED:
+        s.cached_bytes += b.capacity
+        s.cached_blocks += 1
+        s.largest_free = max(s.largest_free, b.capacity)
+    elif state == RETIRED:
+        s.retired_bytes += b.capacity
+        s.retired_blocks += 1
+    else:
+        s.in_use_bytes += b.capacity
+        s.in_use_blocks += 1
+        s.requested_bytes += min(load64(&b.requested), b.capacity)
+
+cdef inline void core_sums(Core* core, BucketSums* sums) noexcept nogil:
+    """Fill four BucketSums (zeroed by the caller). The GIL is released; takes core.lock."""
+    cdef Region* r
+    cdef Block* b
+    cdef ThreadCache* c
+    cdef uint64_t left, total
+    cdef int i
+    mutex_lock(&core.lock)
+    r = core.regions
+    while r != NULL:
+        sums[r.bucket].handles += 1
+        left = r.nbytes
+        b = r.first
+        while b != NULL:
+            if word_state(load64(&b.word)) != SPAN:
+                count_block(b, &sums[b.bucket])
+                left -= b.capacity
+            elif b.capacity > sums[r.bucket].largest_free:
+                sums[r.bucket].largest_free = b.capacity
+            b = cold(b).right
+        sums[r.bucket].reserved_bytes += left      # uncarved bytes are the arena's own bucket's slack
+        r = r.next
+    total = 0
+    for i in range(4):
+        sums[i].acquires = load64(&core.counters.acquires[i])
+        peak_note(&core.counters.peak_in_use[i], sums[i].in_use_bytes)
+        peak_note(&core.counters.peak_reserved[i], sums[i].reserved_bytes)
+        total += sums[i].in_use_bytes
+    peak_note(&core.counters.peak_in_use_total, total)
+    c = core.caches
+    while c != NULL:
+        for i in range(4):
+            sums[i].acquires += load64(&c.acquires[i])
+        c = c.next
+    core_unlock(core)

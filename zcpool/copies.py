@@ -1,0 +1,93 @@
+"""Counting and forbidding copies.
+
+Every function of zcpool that copies tensor bytes says so here, so that "zero copy" is a number one can
+assert on and not a belief.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from zcpool.errors import PoolError
+
+__all__ = ["CopyCount", "copies", "count_copy", "require_zero_copy", "reset_copies"]
+
+_lock = threading.Lock()  # guards _reasons; nothing but dictionary work happens under it
+_reasons: dict[str, list[int]] = {}
+_forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar("zcpool_require_zero_copy", default=False)
+
+
+@dataclass(frozen=True)
+class CopyCount:
+    """What the library has copied.
+
+    Attributes
+    ----------
+    bytes : int
+        Bytes copied in all.
+    count : int
+        Number of copies.
+    reasons : dict of str to (int, int)
+        Count and bytes by reason.
+    """
+
+    bytes: int
+    count: int
+    reasons: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def copies() -> CopyCount:
+    """Return the copies this process has made through zcpool since the start or `reset_copies`."""
+    with _lock:
+        reasons = {reason: (count, nbytes) for reason, (count, nbytes) in _reasons.items()}
+    return CopyCount(
+        bytes=sum(nbytes for _, nbytes in reasons.values()),
+        count=sum(count for count, _ in reasons.values()),
+        reasons=reasons,
+    )
+
+
+def reset_copies() -> None:
+    """Start counting from zero."""
+    with _lock:
+        _reasons.clear()
+
+
+@contextlib.contextmanager
+def require_zero_copy() -> Iterator[None]:
+    """Raise `PoolError` from any zcpool function that would copy, inside the ``with`` block.
+
+    It holds for the thread (or asyncio task) that entered the block.
+    """
+    token = _forbidden.set(True)
+    try:
+        yield
+    finally:
+        _forbidden.reset(token)
+
+
+def count_copy(nbytes: int, reason: str) -> None:
+    """Count a copy that is about to be made.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes to be copied.
+    reason : str
+        Why there is no way around it, in a few words.
+
+    Raises
+    ------
+    PoolError
+        Under `require_zero_copy`; nothing has been copied or counted then.
+    """
+    if _forbidden.get():
+        raise PoolError(f"a copy of {nbytes} bytes was needed ({reason}), and require_zero_copy() forbids it")
+    with _lock:
+        entry = _reasons.setdefault(reason, [0, 0])
+        entry[0] += 1
+        entry[1] += nbytes
