@@ -1,0 +1,1 @@
+"""Doors to other libraries: one module each, imported only when used."""
