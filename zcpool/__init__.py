@@ -10,7 +10,8 @@ from zcpool import backends
 from zcpool._backend import Backend, Handle, PythonBackend
 from zcpool._buffer import Buffer, Mapping, Pin
 from zcpool._fence import Fence
-from zcpool._pool import FixedPool, Pool
+from zcpool._fixed import FixedPool
+from zcpool._pool import Pool
 from zcpool._stats import BucketStats, PoolStats
 from zcpool._version import __version__
 from zcpool.copies import CopyCount, copies, require_zero_copy, reset_copies

@@ -6,11 +6,11 @@
 #
 #   region.first -> [block][span][block][block][span.............]
 #                          bin 12               bin 87
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
 from zcpool._atomics cimport load64, store64
-from zcpool._block cimport SPAN, Block, Cold, CoreHead, Region, block_set, word_state
+from zcpool._block cimport SPAN, Block, Cold, Region, block_set, word_state
 from zcpool._freelist cimport cold, descriptor_give, descriptor_take, next_of, set_next
 from zcpool._sizes cimport CLASSES, GRANULE, class_of, class_within, round_up
 
@@ -78,12 +78,12 @@ cdef inline void piece_make(Region* r, Block* b, void* data, uint64_t nbytes) no
 cdef inline void piece_after(Block* b, Block* left) noexcept nogil:
     """Put a new piece behind another one in the region's list by address."""
     cdef Cold* c = cold(b)
-    cdef Cold* l = cold(left)
+    cdef Cold* before = cold(left)
     c.left = left
-    c.right = l.right
-    if l.right != NULL:
-        cold(l.right).left = b
-    l.right = b
+    c.right = before.right
+    if before.right != NULL:
+        cold(before.right).left = b
+    before.right = b
 
 cdef inline void piece_drop(Block* b) noexcept nogil:
     """Take a piece out of the list by address and give its descriptor back."""
@@ -201,4 +201,3 @@ cdef inline void arena_join(Region* r, Block* b) noexcept nogil:
         piece_drop(b)
         b = left
     span_bin(r, b)
-

@@ -2,7 +2,7 @@
 #
 # The core holds a void* and thunks, so that no reference count is touched without the GIL. A subclass
 # overrides the nogil methods; they run with no lock of the core held, on any thread, several at a time.
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 
 from zcpool._block cimport Region
 
@@ -17,6 +17,7 @@ cdef struct Fault:
     const char* call        # the vendor's name of the function
     int code                # what it returned, or errno
     bint no_memory          # more of the same may succeed later: worked against, then OutOfMemory
+    bint final              # an interrupt: do not even try again
     char meaning[192]
     void* error             # a Python exception that was raised meanwhile (owned), or NULL
 
@@ -25,7 +26,8 @@ cdef struct BackendOps:
     # 0 or -1 with the fault filled in.
     int (*allocate)(void* backend, Region* region, uint64_t nbytes, uint64_t alignment, Fault* fault) noexcept nogil
     void (*free)(void* backend, Region* region) noexcept nogil
-    int (*sync)(void* backend, Region* region, uint64_t offset, uint64_t nbytes, int direction, Fault* fault) noexcept nogil
+    int (*sync)(void* backend, Region* region, uint64_t offset, uint64_t nbytes, int direction,
+                Fault* fault) noexcept nogil
 
 
 cdef class Backend:

@@ -3,9 +3,8 @@
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.errno cimport EINVAL, ENOMEM
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memset
 
 from zcpool.errors import BackendError
 
@@ -256,9 +255,14 @@ cdef object PythonBackend_memory(Region* region):
 
 
 cdef void fault_set(Fault* fault, const char* call, int code, bint no_memory, object error) noexcept:
+    cdef object earlier
+    if fault.error != NULL:
+        earlier = <object><PyObject*>fault.error
+        Py_DECREF(earlier)
     fault.call = call
     fault.code = code
     fault.no_memory = no_memory
+    fault.final = not isinstance(error, Exception)
     fault.meaning[0] = 0
     Py_INCREF(error)
     fault.error = <PyObject*>error

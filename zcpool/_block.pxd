@@ -20,7 +20,7 @@
 # operations order it). References are added and dropped by fetch-and-add. IN_USE with references becomes
 # RETIRED by compare-and-swap; the thread that takes away the last reference of a RETIRED block owns it and
 # sends it home. The generation moves on when the block goes home, so that a token dies with its block.
-from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
 from zcpool._atomics cimport cas64, load64, load64_acquire, store64, sub64
 

@@ -1,5 +1,5 @@
 # Buffer: the Python object that owns one block.
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t
 
 from zcpool._block cimport Block
 

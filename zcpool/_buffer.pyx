@@ -3,13 +3,13 @@
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.exc cimport PyErr_SetFromErrno
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 
 from zcpool._atomics cimport add32, add64, claim, fd_check, fd_dup, likely, load32, load64, sub32, sub64, unlikely
 from zcpool._backend cimport FROM_DEVICE, TO_DEVICE, Backend, Fault, fault_error
-from zcpool._block cimport CLOSED, FOREIGN, VISIBLE, Block, CoreHead, block_ref, block_unref, word_refs, word_state
+from zcpool._block cimport CLOSED, FOREIGN, VISIBLE, Block, block_ref, block_unref, word_refs, word_state
 from zcpool._dlpack cimport dlpack_capsule
 from zcpool._fence cimport Fence, FenceNode, FenceQueue, close, fence_attach, fence_node, queue_push
 

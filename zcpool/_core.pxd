@@ -5,18 +5,18 @@
 #
 # Control blocks are type-stable: when a pool has ended and its last block has come home, the next new pool
 # takes the control block over, with a new serial. None is ever freed.
-from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t
 
-from zcpool._atomics cimport add64, bump64, cas64, likely, load32, load32_seq, load64, load64_seq, loadptr_acquire, \
-    store32, store64, sub64, trylock, tryunlock, unlikely
-from zcpool._block cimport CLOSED, DEBUG, FOREIGN, IN_USE, SLOW_ACQUIRE, SLOW_RELEASE, WAITERS, ZERO, Block, CoreHead, \
-    Region, block_renew, block_retire, word_make, word_refs, word_state
+from zcpool._atomics cimport add64, bump64, cas64, likely, load32, load32_seq, load64, load64_seq, store32, store64, \
+    sub64, trylock, tryunlock, unlikely
+from zcpool._block cimport CLOSED, DEBUG, FOREIGN, IN_USE, SLOW_ACQUIRE, SLOW_RELEASE, WAITERS, ZERO, Block, \
+    CoreHead, Region, block_renew, block_retire, word_make, word_refs, word_state
 from zcpool._backend cimport BackendOps
 from zcpool._debug cimport FaultLog, block_wipe
 from zcpool._fence cimport FenceQueue
 from zcpool._freelist cimport FreeList, ThreadCache, cache_get, cache_put, cache_refill, cache_spill, pop, push_chain
 from zcpool._process cimport slots_wake, thread_cache
-from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES, bucket_of, class_of, max_bytes, round_up
+from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES, class_of, round_up
 
 cdef enum:
     # A kind is a set of free lists: the log2 of an alignment above the pool's own, relative to the granule
@@ -59,8 +59,9 @@ cdef struct Core:
     # Slow path.
     uint32_t lock                   # the mutex; guards regions, arenas, `made`, `floor`, caches' list, fence array
     uint32_t dirty                  # atomic: somebody pushed to a closed pool and could not drain it
-    uint32_t inflight               # atomic: backend calls under way that hold a reservation
-    uint32_t inflight_turn          # atomic, a futex: moves whenever one of them ends
+    uint32_t inflight               # atomic: reservations, frees and looks at fences under way
+    uint32_t flight_turn            # atomic, a futex: moves whenever one of them ends
+    uint32_t landed                 # atomic: moves when one of them ends and changes what others can have
     uint32_t epoch                  # atomic: counts misses; a clock for "recent"
     uint64_t reserved               # atomic: bytes of regions, reservations in flight included
     uint64_t handles                # atomic: regions, reservations in flight included
@@ -85,7 +86,7 @@ cdef inline FreeList* home_of(Block* b) noexcept nogil:
     return list_of(<Core*>b.core, b.kind, b.cls)
 
 cdef inline int request_class(Core* core, uint64_t nbytes) noexcept nogil:
-    """Return the class of 1 <= nbytes <= max_bytes()."""
+    """Return the class of 1 <= nbytes <= largest_request()."""
     if core.granule != GRANULE:
         nbytes = round_up(nbytes, core.granule)
     return class_of(nbytes)
@@ -148,7 +149,7 @@ cdef inline Block* take_cached(Core* core, ThreadCache* c, int cls) noexcept nog
     return b
 
 cdef inline Block* core_take(Core* core, uint64_t nbytes) noexcept nogil:
-    """Serve 1 <= nbytes <= max_bytes() from what is cached; NULL is a miss (or a pool that wants the slow way).
+    """Serve 1 <= nbytes <= largest_request() from what is cached; NULL is a miss (or a pool that wants the slow way).
 
     Waits for nothing, makes no system call, allocates nothing; with or without the GIL.
     """
@@ -219,4 +220,3 @@ cdef inline void core_release(CoreHead* head, Block* b) noexcept nogil:
     if unlikely(word_refs(word)) and block_retire(b):
         return
     core_put(head, b)
-

@@ -6,9 +6,9 @@
 # A fault is printed at once, since the process may die of it, and kept for the next Python entry point.
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdio cimport fprintf, snprintf, stderr
-from libc.string cimport memcmp, memset
+from libc.string cimport memset
 
-from zcpool._atomics cimport add32, load32, load64, spinlock, trylock, tryunlock
+from zcpool._atomics cimport add32, load64, trylock, tryunlock
 from zcpool._block cimport DEBUG, VISIBLE, ZERO, Block
 from zcpool._freelist cimport cold
 

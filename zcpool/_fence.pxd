@@ -4,7 +4,7 @@
 # at a bounded batch from the front, putting what has not signalled to the back, so that a stuck fence costs a
 # constant and delays nobody. A Fence (and through it a Future) is pushed: it holds the blocks that wait for
 # it and drops their references when it is set. Both hold one reference of the block.
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
 from zcpool._atomics cimport add64, casptr, loadptr, loadptr_acquire, swapptr

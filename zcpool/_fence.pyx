@@ -1,7 +1,7 @@
 """Fences that the host signals."""
 
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetFromErrno
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from libc.stdlib cimport free
 
 from zcpool._atomics cimport cas32, futex_wait, futex_wake_all, load32_seq, loadptr_acquire, now_ns, store32_release

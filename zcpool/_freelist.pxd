@@ -13,10 +13,9 @@
 # between are read-modify-writes of the same word, so they carry the release on.
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 
-from zcpool._atomics cimport cas64, load64, load64_acquire, loadptr, mutex_lock, mutex_unlock, storeptr, swap64
+from zcpool._atomics cimport cas64, load64, load64_acquire, loadptr, mutex_lock, mutex_unlock, storeptr
 from zcpool._block cimport Block, Cold
 from zcpool._process cimport CHUNK, TAG_BITS, cold_half, descriptor, grow_descriptors, process
-from zcpool._sizes cimport SMALL_CLASSES
 
 cdef enum:
     INDEX_BITS = 24

@@ -3,17 +3,18 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
-from zcpool._atomics cimport add32, and32, load32, load32_seq, load64, load64_seq, loadptr, mutex_lock, mutex_unlock, \
-    or32, spinlock, store32, store64, swap32, swapptr, tryunlock
+from zcpool._atomics cimport and32, load32, load32_seq, load64_seq, loadptr, mutex_lock, mutex_unlock, or32, \
+    spinlock, store32, swap32, swapptr, tryunlock
 from zcpool._backend cimport Backend
-from zcpool._block cimport CLOSED, DEBUG, FIXED, FOREIGN, FROZEN, IN_USE, ORPHAN, PYTHON_BACKEND, RETIRED, SPAN, \
-    STATE_SHIFT, VISIBLE, WAITERS, ZERO, Block, Region, word_state
+from zcpool._block cimport CLOSED, FOREIGN, FROZEN, IN_USE, ORPHAN, PYTHON_BACKEND, RETIRED, STATE_SHIFT, VISIBLE, \
+    WAITERS, Block, Region, word_state
 from zcpool._core cimport KINDS, Core, core_put, core_release
 from zcpool._freelist cimport INDEX_MASK, ThreadCache
-from zcpool._miss cimport fences_poll, kind_ensure
-from zcpool._process cimport CHUNK, POOLS, chores_due, descriptor, process, process_start, slots_wake, thread_id
-from zcpool._reclaim cimport arenas_trim, cache_abandon, caches_flush, core_drain, core_unlock, flight_end, \
-    lists_trim, region_free, regions_free
+from zcpool._miss cimport fences_poll
+from zcpool._process cimport CHUNK, POOLS, descriptor, process, process_start, slots_wake, thread_id
+from zcpool._reclaim cimport arenas_trim, cache_abandon, caches_flush, core_drain, core_unlock, lists_trim, \
+    region_free, regions_free
+from zcpool._request cimport kind_ensure
 from zcpool._sizes cimport CLASSES, SMALL_CLASSES
 
 cdef extern from "<stdlib.h>" nogil:
@@ -47,7 +48,7 @@ cdef inline Core* core_take_over() noexcept nogil:
 cdef inline void core_clear(Core* core) noexcept nogil:
     """Forget the last pool: lists are empty, regions gone. Thread caches stay with their threads."""
     cdef ThreadCache* c = core.caches
-    cdef int kind
+    cdef int kind, cls
     memset(&core.counters, 0, sizeof(core.counters))
     memset(core.lent, 0, sizeof(core.lent))
     memset(core.held, 0, sizeof(core.held))
@@ -57,7 +58,8 @@ cdef inline void core_clear(Core* core) noexcept nogil:
     core.fences.broken = 0
     for kind in range(KINDS):
         if core.lists[kind] != NULL:
-            memset(core.lists[kind], 0, CLASSES * sizeof(core.lists[kind][0]))
+            for cls in range(CLASSES):      # heads are empty, and keep their tags
+                core.lists[kind][cls].stamp = core.lists[kind][cls].made = core.lists[kind][cls].floor = 0
     while c != NULL:
         spinlock(&c.lock)
         memset(c.acquires, 0, sizeof(c.acquires))

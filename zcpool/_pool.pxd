@@ -1,7 +1,6 @@
 # Pool: the bucketed allocator. A public class holds one opaque pointer: its size is ABI for those who cimport.
 from libc.stdint cimport uint64_t
 
-from zcpool._buffer cimport Buffer
 from zcpool._core cimport Core
 
 
@@ -11,8 +10,5 @@ cdef class Pool:
     cdef object _state          # name, backend, on_pressure: what slow paths need
 
 
-cdef class FixedPool:
-    cdef object __weakref__
-    cdef Pool _pool
-    cdef readonly uint64_t nbytes
-    cdef readonly uint64_t count
+cdef object Pool_take(Pool self, uint64_t nbytes, timeout, kind)
+cdef int Pool_fix(Pool self) except -1

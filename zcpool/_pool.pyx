@@ -1,22 +1,21 @@
 """The pool: acquire, release, reserve, trim, limits."""
 
-cimport cython
-from cpython.exc cimport PyErr_CheckSignals, PyErr_Clear
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from zcpool._atomics cimport add64, and32, likely, load32, load32_seq, load64, now_ns, or32, spinlock, tryunlock, \
-    unlikely
+from zcpool._atomics cimport add64, and32, likely, load32, load64, now_ns, or32, spinlock, tryunlock, unlikely
 from zcpool._backend cimport Backend, fault_error
-from zcpool._block cimport CLOSED, DEBUG, FIXED, FOREIGN, FROZEN, IN_USE, ORPHAN, RETIRED, ZERO, Block, word_state
+from zcpool._block cimport CLOSED, DEBUG, FIXED, FROZEN, IN_USE, RETIRED, ZERO, Block, word_state
 from zcpool._buffer cimport Buffer, Buffer_begin
 from zcpool._core cimport Core, core_take
 from zcpool._life cimport chores, core_close, core_new, core_orphan, life_begin
-from zcpool._miss cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, \
-    NO_DESCRIPTORS, TOO_LARGE, Request, core_miss, core_trim, fences_poll, request_init
-from zcpool._process cimport TAG_BITS, chores_due, descriptor
+from zcpool._miss cimport core_miss, core_trim, fences_poll
+from zcpool._process cimport chores_due, descriptor
+from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, \
+    NO_DESCRIPTORS, TOO_LARGE, Request, request_init
 from zcpool._reserve cimport core_reserve
-from zcpool._sizes cimport GRANULE, class_bytes, class_of, max_bytes
+from zcpool._sizes cimport GRANULE, class_bytes, largest_request
 from zcpool._stats cimport BucketSums, core_sums
 from zcpool._wait cimport wait_begin, wait_end, wait_some
 
@@ -29,17 +28,18 @@ import warnings
 import weakref
 
 from zcpool import _registry
+from zcpool._explain import out_of_memory_text
 from zcpool._stats import BucketStats, PoolStats
 from zcpool._units import format_bytes, parse_bytes
-from zcpool.errors import BackendError, Exhausted, OutOfMemory, PoolError
+from zcpool.errors import OutOfMemory, PoolError
 
-__all__ = ["FixedPool", "Pool"]
+__all__ = ["Pool"]
 
 cdef enum:
     MAX_ALIGNMENT = 2 << 20     # bytes: a huge page
 
 cdef dict ARENA_LIMITS = {"none": 0, "small": class_bytes(94), "medium": class_bytes(110),
-                          "large": class_bytes(126), "all": max_bytes()}
+                          "large": class_bytes(126), "all": largest_request()}
 
 
 cdef class Pool:
@@ -169,7 +169,7 @@ cdef class Pool:
         cdef long long size
         if likely(alignment is None and not exclusive and type(nbytes) is int and self._core != NULL):
             size = as_size(nbytes)
-            if likely(0 < size <= <long long>max_bytes()):
+            if likely(0 < size <= <long long>largest_request()):
                 buf = Buffer.__new__(Buffer)    # before the block: a failure here loses nothing
                 block = core_take(self._core, <uint64_t>size)
                 if likely(block != NULL):
@@ -237,7 +237,7 @@ cdef class Pool:
         int
             Bytes given back. A frozen pool gives back nothing.
         """
-        cdef uint64_t keep = min(parse_bytes(keep_bytes, "keep_bytes"), max_bytes())
+        cdef uint64_t keep = min(parse_bytes(keep_bytes, "keep_bytes"), largest_request())
         cdef uint64_t given
         cdef Core* core = Pool_core(self)
         Pool_chores()
@@ -315,95 +315,6 @@ cdef class Pool:
         return bool(load32(&Pool_core(self).head.flags) & FROZEN)
 
 
-cdef class FixedPool:
-    """A fixed number of blocks of one size, made at once.
-
-    Parameters
-    ----------
-    nbytes : int or str
-        Bytes of each block.
-    count : int
-        How many.
-    backend, name, alignment, zero_on_release, **backend_options
-        As for `Pool`.
-
-    Examples
-    --------
-    >>> import zcpool
-    >>> frames = zcpool.FixedPool("6MiB", 3)
-    >>> held = [frames.acquire() for _ in range(3)]
-    >>> frames.acquire()
-    Traceback (most recent call last):
-        ...
-    zcpool.errors.Exhausted: ...
-    """
-
-    def __init__(self, nbytes, count, backend="posix", **options):
-        size = parse_bytes(nbytes)
-        number = operator.index(count)
-        if size < 1 or number < 1:
-            raise ValueError(f"a FixedPool needs at least one block of at least one byte, not {number} of {size}")
-        unknown = {"max_bytes", "max_handles", "on_pressure"} & set(options)
-        if unknown:
-            raise TypeError(f"a FixedPool has no {', '.join(sorted(unknown))}: its size is fixed")
-        pool = Pool(backend, **options)
-        pool.reserve(size, number)
-        or32(&Pool_core(pool).head.flags, FIXED)
-        self._pool = pool
-        self.nbytes = size
-        self.count = number
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback, /):
-        self.close()
-
-    def __repr__(self):
-        s = self.stats()
-        return (f"<zcpool.FixedPool {FixedPool_pool(self).name!r}: {s.in_use_blocks + s.retired_blocks} of "
-                f"{self.count} blocks of {format_bytes(self.nbytes)} in use>")
-
-    def acquire(self, timeout=0):
-        """Return a free block.
-
-        Parameters
-        ----------
-        timeout : float or None, default 0
-            Seconds to wait for a release or a fence; None waits for ever.
-
-        Raises
-        ------
-        Exhausted
-            When all blocks are in use.
-        """
-        cdef Buffer buf = Buffer.__new__(Buffer)
-        cdef Pool pool = FixedPool_pool(self)
-        cdef Block* block = core_take(pool._core, self.nbytes)
-        if likely(block != NULL):
-            Buffer_begin(buf, pool, block, self.nbytes)
-            return buf
-        return Pool_acquire(pool, self.nbytes, None, False, timeout, Exhausted)
-
-    def close(self):
-        """Stop acquires and give back free blocks; live ones follow when they are released."""
-        FixedPool_pool(self).close()
-
-    def stats(self):
-        """Return the books, as `Pool.stats` does."""
-        return FixedPool_pool(self).stats()
-
-    @property
-    def pool(self):
-        """The pool behind it."""
-        return FixedPool_pool(self)
-
-    @property
-    def closed(self):
-        """Whether `close` has been called."""
-        return FixedPool_pool(self).closed
-
-
 # ---- opening -------------------------------------------------------------------------------------------------
 
 class State:
@@ -435,7 +346,7 @@ cdef int Pool_open(Pool self, Backend backend, uint64_t alignment, uint64_t limi
     core.arena_bytes = arena // granule * granule
     core.arena_limit = min(arena_limit, core.arena_bytes)
     core.region_alignment = max(granule, backend.alignment)
-    core.largest_region = min(backend.largest_region, max_bytes())
+    core.largest_region = min(backend.largest_region, largest_request())
     self._core = core
     return 0
 
@@ -454,17 +365,12 @@ cdef uint64_t check_limit(limit, str what) except? 0:
     value = parse_bytes(limit, what)
     if value < 1:
         raise ValueError(f"{what} must be positive, and is {value}; None means no limit")
-    return min(value, max_bytes())
+    return min(value, largest_request())
 
 cdef inline Core* Pool_core(Pool self) except NULL:
     if unlikely(self._core == NULL):
         raise PoolError("the pool was never initialised: call super().__init__() first")
     return self._core
-
-cdef inline Pool FixedPool_pool(FixedPool self):
-    if unlikely(self._pool is None):
-        raise PoolError("the pool was never initialised: call super().__init__() first")
-    return self._pool
 
 cdef inline void Pool_chores() noexcept:
     if unlikely(chores_due()):
@@ -480,6 +386,20 @@ cdef inline long long as_size(nbytes) except? -1:
     """Return an int as bytes; what does not fit comes out as -1, for the slow path to look at."""
     cdef int overflow
     return PyLong_AsLongLongAndOverflow(nbytes, &overflow)
+
+cdef object Pool_take(Pool self, uint64_t nbytes, timeout, kind):
+    """Acquire a size that has been checked; `kind` is the exception when there is none. For FixedPool."""
+    cdef Buffer buf = Buffer.__new__(Buffer)
+    cdef Block* block = core_take(self._core, nbytes)
+    if likely(block != NULL):
+        Buffer_begin(buf, self, block, nbytes)
+        return buf
+    return Pool_acquire(self, nbytes, None, False, timeout, kind)
+
+cdef int Pool_fix(Pool self) except -1:
+    """Let the pool never grow or shrink again. For FixedPool."""
+    or32(&Pool_core(self).head.flags, FIXED)
+    return 0
 
 cdef object Pool_acquire(Pool self, nbytes, alignment, bint exclusive, timeout, kind):
     """Acquire the slow way: odd arguments, misses, pressure, waiting."""
@@ -528,8 +448,8 @@ cdef uint64_t Pool_check_alignment(Pool self, alignment) except 0:
 cdef int Pool_request(Pool self, Request* rq, size, alignment, bint exclusive) except -1:
     """Classify a request; too large for any machine is a reason in the request, not an error yet."""
     cdef uint64_t align = 1 if alignment is None else Pool_check_alignment(self, alignment)
-    if size > max_bytes() - MAX_ALIGNMENT:
-        request_init(self._core, rq, max_bytes() - MAX_ALIGNMENT, align, exclusive)
+    if size > largest_request() - MAX_ALIGNMENT:
+        request_init(self._core, rq, largest_request() - MAX_ALIGNMENT, align, exclusive)
         rq.reason = TOO_LARGE
     else:
         request_init(self._core, rq, size, align, exclusive)
@@ -554,6 +474,8 @@ cdef Block* Pool_find(Pool self, Request* rq, int64_t timeout) except? NULL:
             block = core_miss(core, rq)
     if block == NULL and timeout != 0 and may_retry(rq):
         block = Pool_wait(self, rq, timeout)
+    if block != NULL:
+        drop_error(rq)
     return block
 
 cdef inline bint may_retry(Request* rq) noexcept:
@@ -606,6 +528,7 @@ cdef int Pool_reserve(Pool self, nbytes, count, alignment, bint exclusive, bint 
         with nogil:
             done = core_reserve(core, &rq, number, touch)
         if done:
+            drop_error(&rq)
             return 0
     Pool_fail(self, &rq, size, OutOfMemory)
 
@@ -628,51 +551,26 @@ cdef int Pool_fail(Pool self, Request* rq, size, kind) except -1:
 cdef object Pool_out_of_memory(Pool self, Request* rq, size, kind, error):
     cdef BucketSums sums[4]
     cdef Core* core = self._core
-    s = Pool_stats(self)
+    cdef int i
     memset(sums, 0, sizeof(sums))
     with nogil:
         core_sums(core, sums)
+    s = Pool_stats(self)
     details = {
-        "asked": size, "reason": Request_reason(rq), "limit": self.max_bytes, "in_use": s.in_use_bytes,
+        "asked": size, "reason": REASONS[<int>rq.reason], "limit": self.max_bytes, "in_use": s.in_use_bytes,
         "cached": s.cached_bytes, "retired": s.retired_bytes,
-        "largest_free": max(sums[0].largest_free, sums[1].largest_free, sums[2].largest_free, sums[3].largest_free),
+        "largest_free": max([sums[i].largest_free for i in range(4)]),
         "handles": s.handles, "max_handles": self.max_handles,
         "code": rq.fault.code if rq.reason == BACKEND_FAILED else None,
     }
-    limit = "no limit" if self.max_bytes is None else f"limit {format_bytes(self.max_bytes)}"
-    handles = f"{s.handles} of {self.max_handles}" if self.max_handles else f"{s.handles}"
-    return kind(
-        f"pool {self.name!r} cannot serve {format_bytes(size)}: {Request_reason(rq)}"
-        + (f" ({error})" if error is not None else "")
-        + f"; {limit}, in use {format_bytes(s.in_use_bytes)} in {s.in_use_blocks} block(s), "
-        f"cached {format_bytes(s.cached_bytes)}, retired {format_bytes(s.retired_bytes)}, largest free block "
-        f"{format_bytes(details['largest_free'])}, handles {handles}. {Request_advice(rq)}", details)
+    return kind(out_of_memory_text(self.name, details, error), details)
 
-cdef str Request_reason(Request* rq):
-    if rq.reason == TOO_LARGE:
-        return "it is more than the limit, the backend or the machine allows"
-    if rq.reason == LIMIT_BYTES:
-        return "the limit in bytes is reached"
-    if rq.reason == LIMIT_HANDLES:
-        return "the limit in handles is reached"
-    if rq.reason == IS_FROZEN:
-        return "the pool is frozen and nothing that fits is cached"
-    if rq.reason == ALL_IN_USE:
-        return "all blocks are in use"
-    if rq.reason == BACKEND_FAILED:
-        return "the backend has no more memory"
-    return "the host has no memory for the pool's own books"
 
-cdef str Request_advice(Request* rq):
-    if rq.reason == TOO_LARGE:
-        return "Ask for less, or raise max_bytes."
-    if rq.reason == IS_FROZEN:
-        return "Reserve it before freeze(), call thaw(), or wait for a release with timeout=."
-    if rq.reason == ALL_IN_USE:
-        return "Release a buffer, wait with timeout=, or make the pool with a larger count."
-    if rq.reason == LIMIT_HANDLES:
-        return "Release buffers, raise max_handles, or carve more from arenas (arena_buckets=)."
-    return "Release buffers (retired ones wait for views, pins or fences), wait with timeout=, or raise the limit."
+cdef dict REASONS = {
+    <int>TOO_LARGE: "too large", <int>LIMIT_BYTES: "limit in bytes", <int>LIMIT_HANDLES: "limit in handles",
+    <int>IS_FROZEN: "frozen", <int>ALL_IN_USE: "all in use", <int>BACKEND_FAILED: "backend",
+    <int>NO_DESCRIPTORS: "host memory",
+}
 
 
 # ---- the books ---------------------------------------------------------------------------------------------------
@@ -764,6 +662,7 @@ cdef list Pool_origins(Pool self):
 
 
 live_pools = weakref.WeakSet()
+
 
 @atexit.register
 def warn_at_exit():

@@ -149,7 +149,7 @@ static inline void zc_process_start(void (*drain_cache)(void *), void (*forked)(
  * pending calls. Needs no GIL, waits for nothing. */
 static inline void zc_call_python(void)
 {
-    if (zc_swap_u32(&zc_process.python_work, 1) == 0)
+    if (zc_swap_u32(&zc_process.python_work, 1) == 0 && Py_IsInitialized())
         Py_AddPendingCall(zc_process.chores, NULL);
 }
 

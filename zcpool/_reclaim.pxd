@@ -7,15 +7,15 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 
 from zcpool._arena cimport arena_join, region_end
-from zcpool._atomics cimport add32, add64, and32, casptr, futex_wake_all, load32, load32_seq, load64, loadptr, \
-    mutex_trylock, mutex_unlock, or32, spinlock, store32, sub32, sub64, swap32, tryunlock
-from zcpool._block cimport CLOSED, FROZEN, ORPHAN, PYTHON_BACKEND, WAITERS, Block, Region, block_unref
-from zcpool._core cimport Core, home_of, lent_total, list_of, peak_note, take_shared, unlend
+from zcpool._atomics cimport add32, add64, casptr, futex_wait, futex_wake_all, load32, load32_seq, load64, loadptr, \
+    mutex_trylock, mutex_unlock, or32, spinlock, sub32, sub64, swap32, tryunlock
+from zcpool._block cimport CLOSED, ORPHAN, PYTHON_BACKEND, WAITERS, Block, Region, block_unref
+from zcpool._core cimport Core, home_of, list_of, peak_note, take_shared, unlend
 from zcpool._core cimport KINDS
-from zcpool._fence cimport FENCE_BATCH, POLLNVAL, FenceNode, close, nodes_look, queue_append, queue_take
-from zcpool._freelist cimport INDEX_MASK, FreeList, block_at, ThreadCache, cache_get, cache_spill, cold, next_of, pop_all, \
-    push_chain, set_next
-from zcpool._process cimport call_python, process, slots_wake
+from zcpool._fence cimport POLLNVAL, FenceNode, close, queue_append
+from zcpool._freelist cimport INDEX_MASK, FreeList, block_at, ThreadCache, cache_get, cache_spill, next_of, pop_all, \
+    push_chain
+from zcpool._process cimport call_python, slots_wake
 from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES
 
 cdef enum:
@@ -147,7 +147,7 @@ cdef inline uint64_t regions_free(Core* core, Region* chain, bint may_run_python
             region_defer(core, r)
         else:
             region_free(core, r)
-        flight_end(core)
+        flight_end(core, True)
     if load32_seq(&core.head.flags) & ORPHAN:
         call_python()       # that may have been the last: the control block can be buried
     return total
@@ -169,11 +169,19 @@ cdef inline void region_defer(Core* core, Region* r) noexcept nogil:
             break
     call_python()
 
-cdef inline void flight_end(Core* core) noexcept nogil:
-    """A backend call that held a reservation, or a look at fences, is over: let those who wait look again."""
+cdef inline void flight_end(Core* core, bint landed) noexcept nogil:
+    """A reservation, a free or a look at fences is over; `landed`: it may have changed what others can have."""
+    if landed:
+        add32(&core.landed, 1)
     sub32(&core.inflight, 1)
-    add32(&core.inflight_turn, 1)
-    futex_wake_all(&core.inflight_turn)
+    add32(&core.flight_turn, 1)
+    futex_wake_all(&core.flight_turn)
+
+cdef inline void flight_wait(Core* core) noexcept nogil:
+    """Wait for the end of a flight, 50 ms at most."""
+    cdef uint32_t turn = load32_seq(&core.flight_turn)
+    if load32_seq(&core.inflight):
+        futex_wait(&core.flight_turn, turn, 50_000_000)
 
 
 # ---- lists ---------------------------------------------------------------------------------------------
@@ -188,9 +196,9 @@ cdef inline void block_give_back(Core* core, Block* b, Region** chain) noexcept 
         core.carved_bytes -= b.capacity
         arena_join(r, b)
 
-cdef inline uint64_t list_trim(Core* core, FreeList* l, uint64_t most, Region** chain) noexcept nogil:
+cdef inline uint64_t list_trim(Core* core, FreeList* blocks, uint64_t most, Region** chain) noexcept nogil:
     """Give back up to `most` blocks of a list, those used longest ago first; return their bytes. Under core.lock."""
-    cdef Block* first = pop_all(&l.head)
+    cdef Block* first = pop_all(&blocks.head)
     cdef Block* b = first
     cdef Block* last = NULL
     cdef Block* next
@@ -210,23 +218,23 @@ cdef inline uint64_t list_trim(Core* core, FreeList* l, uint64_t most, Region** 
         block_give_back(core, b, chain)
         b = next
     if last != NULL:
-        push_chain(&l.head, first, last)
+        push_chain(&blocks.head, first, last)
     return given
 
 cdef inline uint64_t lists_trim(Core* core, FreeList* but, Region** chain) noexcept nogil:
     """Give back every block of every shared list but one, promised ones too; return their bytes. Under core.lock."""
-    cdef FreeList* l
+    cdef FreeList* blocks
     cdef uint64_t given = 0
     cdef int kind, cls
     for kind in range(KINDS):
         if core.lists[kind] == NULL:
             continue
         for cls in range(CLASSES):
-            l = &core.lists[kind][cls]
-            if l != but:
-                l.floor = 0
-                if load64(&l.head) & INDEX_MASK:
-                    given += list_trim(core, l, <uint64_t>-1, chain)
+            blocks = &core.lists[kind][cls]
+            if blocks != but:
+                blocks.floor = 0
+                if load64(&blocks.head) & INDEX_MASK:
+                    given += list_trim(core, blocks, <uint64_t>-1, chain)
     return given
 
 cdef inline FreeList* list_oldest(Core* core, uint32_t age, bint promised) noexcept nogil:
@@ -234,23 +242,23 @@ cdef inline FreeList* list_oldest(Core* core, uint32_t age, bint promised) noexc
     (`promised`: with any). Under core.lock.
     """
     cdef FreeList* best = NULL
-    cdef FreeList* l
+    cdef FreeList* blocks
     cdef uint32_t now = load32(&core.epoch)
     cdef int kind, cls
     for kind in range(KINDS):
         if core.lists[kind] == NULL:
             continue
         for cls in range(CLASSES):
-            l = &core.lists[kind][cls]
-            if (load64(&l.head) & INDEX_MASK and (promised or l.made > l.floor)
-                    and now - load32(&l.stamp) >= age):
-                best = l
-                age = now - load32(&l.stamp)
+            blocks = &core.lists[kind][cls]
+            if (load64(&blocks.head) & INDEX_MASK and (promised or blocks.made > blocks.floor)
+                    and now - load32(&blocks.stamp) >= age):
+                best = blocks
+                age = now - load32(&blocks.stamp)
     return best
 
-cdef inline uint64_t list_bytes(FreeList* l) noexcept nogil:
+cdef inline uint64_t list_bytes(FreeList* blocks) noexcept nogil:
     """Return the capacity of the blocks of a list that is not empty, or may just have become so."""
-    cdef Block* b = block_at(load64(&l.head))
+    cdef Block* b = block_at(load64(&blocks.head))
     return b.capacity if b != NULL else GRANULE
 
 cdef inline void arenas_trim(Core* core, bint keep_one, Region** chain) noexcept nogil:
@@ -296,12 +304,14 @@ cdef inline void fences_return(Core* core, FenceNode** batch, short* seen, int n
         if seen[i] == 0:
             queue_append(&core.fences, batch[i])
 
-cdef inline void fences_end(Core* core, FenceNode** batch, short* seen, int n) noexcept nogil:
-    """Drop the references of those that have signalled. No lock is held: blocks go home."""
+cdef inline bint fences_end(Core* core, FenceNode** batch, short* seen, int n) noexcept nogil:
+    """Drop the references of those that have signalled; say whether any had. No lock is held: blocks go home."""
+    cdef bint any_ = False
     cdef int i
     for i in range(n):
         if seen[i] == 0:
             continue
+        any_ = True
         sub64(&core.fences.pending, 1)
         if seen[i] & POLLNVAL:
             add64(&core.fences.broken, 1)   # closed behind our back: nobody knows when the device is done
@@ -309,3 +319,4 @@ cdef inline void fences_end(Core* core, FenceNode** batch, short* seen, int n) n
             close(batch[i].fd)
             block_unref(batch[i].block)
         free(batch[i])
+    return any_

@@ -1,15 +1,17 @@
 # Preparing a pool: blocks made ahead, so that the loop that follows makes no backend call.
 from libc.stdint cimport uint32_t, uint64_t
 
-from zcpool._atomics cimport load32, load64, mutex_lock
+from zcpool._atomics cimport load32, mutex_lock
 from zcpool._block cimport CLOSED, FROZEN, VISIBLE, Block, Region
 from zcpool._core cimport Core, list_of
 from zcpool._freelist cimport FreeList, next_of, pop_all, push_chain, set_next
 from zcpool._arena cimport region_begin
-from zcpool._miss cimport BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, NO_DESCRIPTORS, TOO_LARGE, \
-    Request, arena_size, block_make, carve_one, kind_ensure, region_get
+from zcpool._carve cimport block_make, carve_one
+from zcpool._grow cimport arena_size, region_get
 from zcpool._reclaim cimport arenas_trim, caches_flush, core_unlock, flight_end, lists_trim, region_link, \
     regions_free, reserved_note
+from zcpool._request cimport BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, NO_DESCRIPTORS, \
+    TOO_LARGE, Request, kind_ensure
 
 cdef enum:
     TOUCH_STEP = 4096       # bytes: the smallest page
@@ -46,22 +48,22 @@ cdef inline bint core_reserve(Core* core, Request* rq, uint64_t count, bint touc
 
 cdef inline uint64_t count_free(Core* core, Request* rq, uint64_t count) noexcept nogil:
     """Count the free blocks of the class, brought together in the shared list, and note the promise."""
-    cdef FreeList* l = list_of(core, rq.kind, rq.cls)
+    cdef FreeList* blocks = list_of(core, rq.kind, rq.cls)
     cdef Block* first
     cdef Block* b
     cdef Block* last = NULL
     cdef uint64_t have = 0
     mutex_lock(&core.lock)
     caches_flush(core)
-    if l.floor < count:
-        l.floor = <uint32_t>count
-    first = b = pop_all(&l.head)
+    if blocks.floor < count:
+        blocks.floor = <uint32_t>count
+    first = b = pop_all(&blocks.head)
     while b != NULL:
         have += 1
         last = b
         b = next_of(b)
     if first != NULL:
-        push_chain(&l.head, first, last)
+        push_chain(&blocks.head, first, last)
     core_unlock(core)
     return have
 
@@ -111,7 +113,7 @@ cdef inline bint prepare(Core* core, Request* rq, uint64_t wanted, Prepared* new
         regions_free(core, r, True)     # ends the flight too
         rq.reason = NO_DESCRIPTORS
         return False
-    flight_end(core)
+    flight_end(core, True)
     rq.reason = NO_DESCRIPTORS
     return new.count != had
 
@@ -127,7 +129,7 @@ cdef inline void carve_some(Core* core, Request* rq, uint64_t wanted, Prepared* 
 
 cdef inline bint worth_trimming(Request* rq) noexcept nogil:
     return (rq.reason == LIMIT_BYTES or rq.reason == LIMIT_HANDLES
-            or (rq.reason == BACKEND_FAILED and rq.fault.no_memory))
+            or (rq.reason == BACKEND_FAILED and not rq.fault.final))
 
 cdef inline void trim_others(Core* core, Request* rq) noexcept nogil:
     """Give back what is cached in other classes."""

@@ -24,12 +24,12 @@ cdef enum:
     GRANULE = 64            # bytes: a cache line of x86-64 and of every Arm core with an NPU beside it
 
 cdef enum: MAX_SHIFT = 46
-cdef inline uint64_t max_bytes() noexcept nogil:
+cdef inline uint64_t largest_request() noexcept nogil:
     """Largest request in bytes, 64 TiB: more than one process can map on the targets."""
     return <uint64_t>1 << MAX_SHIFT
 
 cdef inline int class_of(uint64_t nbytes) noexcept nogil:
-    """Return the smallest class that holds `nbytes`, 1 <= nbytes <= max_bytes()."""
+    """Return the smallest class that holds `nbytes`, 1 <= nbytes <= largest_request()."""
     cdef uint64_t last = nbytes - 1
     cdef int top
     if last < 512:

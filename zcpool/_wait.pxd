@@ -9,7 +9,7 @@ from zcpool._atomics cimport and32, and64, load64_seq, mutex_lock, or32, or64
 from zcpool._block cimport WAITERS
 from zcpool._core cimport Core
 from zcpool._fence cimport queue_fds
-from zcpool._process cimport SLOTS, slot_give, slot_take, slot_wait
+from zcpool._process cimport slot_give, slot_take, slot_wait
 from zcpool._reclaim cimport core_unlock
 
 cdef enum:

@@ -1,14 +1,13 @@
 """Host memory from posix_memalign, with optional transparent huge pages."""
 
-from libc.errno cimport EINVAL, ENOMEM
-from libc.stdint cimport int64_t, uint64_t
+from libc.errno cimport ENOMEM
+from libc.stdint cimport uint64_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport strerror
 
 from zcpool._backend cimport Backend, Fault
 from zcpool._block cimport Region
-from zcpool._sizes cimport round_up
 
 __all__ = ["PosixBackend"]
 

@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 import zcpool
-from zcpool.demo.blazeface import SIZE, Face, decode
-from zcpool.demo.camera import Camera
 from zcpool._units import format_bytes
 from zcpool.cli import CommandError
+from zcpool.demo.blazeface import SIZE, Face, decode
+from zcpool.demo.camera import Camera
 
 if TYPE_CHECKING:
     from PIL import Image

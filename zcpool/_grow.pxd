@@ -1,0 +1,154 @@
+# Growing: a region is counted against the limits by compare-and-swap, then the backend is called with no lock
+# held, then the region is put in under core.lock. Between the first and the last the caller is "in flight".
+from libc.stdint cimport uint64_t
+from libc.stdlib cimport calloc, free
+
+from zcpool._arena cimport region_begin
+from zcpool._atomics cimport add32, add64, cas64, load64, load64_seq, mutex_lock, sub64
+from zcpool._block cimport Block, Region
+from zcpool._carve cimport block_make, carve
+from zcpool._core cimport Core, lend, lent_total
+from zcpool._freelist cimport FreeList
+from zcpool._reclaim cimport RECENT, arenas_trim, core_unlock, flight_end, list_oldest, list_trim, region_free, \
+    region_link, region_unlink, regions_free, reserved_note
+from zcpool._request cimport BACKEND_FAILED, LIMIT_BYTES, LIMIT_HANDLES, NO_DESCRIPTORS, Request
+from zcpool._sizes cimport SMALL, round_up
+
+cdef enum:
+    FIRST_ARENA = 256 << 10     # bytes; arenas double from here to the configured size
+    RETAIN = 64 << 20           # bytes cached before stale lists are given back on a miss
+
+
+cdef inline uint64_t arena_size(Core* core, uint64_t least) noexcept nogil:
+    """Return the size of the next arena: as much as all arenas have, between the first size and the largest."""
+    cdef uint64_t nbytes = load64(&core.arena_total)
+    if nbytes < FIRST_ARENA:
+        nbytes = FIRST_ARENA
+    if nbytes > core.arena_bytes:
+        nbytes = core.arena_bytes
+    if nbytes > core.largest_region:
+        nbytes = core.largest_region
+    return least if nbytes < least else round_up(nbytes, core.granule)
+
+cdef inline bint make_room(Core* core, uint64_t nbytes) noexcept nogil:
+    """Give back lists nothing has been taken from for long, before the pool grows to a new peak."""
+    cdef Region* chain = NULL
+    cdef FreeList* blocks
+    cdef uint64_t cached, lent
+    cdef uint64_t given = 0
+    mutex_lock(&core.lock)
+    lent = lent_total(core)
+    core.recent_peak = max(lent, core.recent_peak - core.recent_peak // 64)
+    cached = core.carved_bytes - lent if core.carved_bytes > lent else 0
+    if (load64(&core.reserved) + nbytes > load64(&core.counters.peak_reserved_total)
+            or cached > max(<uint64_t>RETAIN, core.recent_peak // 4)):
+        while given < nbytes:
+            blocks = list_oldest(core, RECENT, False)
+            if blocks == NULL:
+                break
+            given += list_trim(core, blocks, blocks.made - blocks.floor, &chain)
+        arenas_trim(core, True, &chain)
+    core_unlock(core)
+    regions_free(core, chain, True)
+    return given > 0
+
+cdef inline Region* region_get(Core* core, Request* rq, uint64_t nbytes, uint64_t least) noexcept nogil:
+    """Reserve bytes and get a region of `nbytes`, or of less, down to `least`; in flight until inserted."""
+    cdef Region* r
+    cdef uint64_t left
+    while True:
+        if bytes_reserve(core, rq, nbytes):
+            r = region_call(core, rq, nbytes)
+            if r != NULL:
+                return r
+            sub64(&core.reserved, nbytes)
+            sub64(&core.handles, 1)
+            flight_end(core, True)
+            if nbytes == least or rq.reason != BACKEND_FAILED or not rq.fault.no_memory:
+                return NULL
+            nbytes = max(least, nbytes // 2 // core.granule * core.granule)
+        elif nbytes == least:
+            return NULL
+        else:
+            # The last arena shrinks to fit the limit.
+            left = load64(&core.reserved)
+            left = (core.max_bytes - left) // core.granule * core.granule if core.max_bytes > left else 0
+            nbytes = left if least < left < nbytes else least
+
+cdef inline bint bytes_reserve(Core* core, Request* rq, uint64_t nbytes) noexcept nogil:
+    """Count a region against the limits before it exists. On success the caller is in flight."""
+    if not within(core, rq, nbytes):
+        return False
+    add32(&core.inflight, 1)    # before the sums move: whoever sees them too high also sees the flight
+    if within(core, rq, nbytes) and count_up(&core.handles, 1, core.max_handles):
+        if count_up(&core.reserved, nbytes, core.max_bytes):
+            return True
+        sub64(&core.handles, 1)
+        rq.reason = LIMIT_BYTES
+    flight_end(core, False)
+    return False
+
+cdef inline bint within(Core* core, Request* rq, uint64_t nbytes) noexcept nogil:
+    if core.max_handles and load64_seq(&core.handles) >= core.max_handles:
+        rq.reason = LIMIT_HANDLES
+        return False
+    if core.max_bytes and load64_seq(&core.reserved) + nbytes > core.max_bytes:
+        rq.reason = LIMIT_BYTES
+        return False
+    rq.reason = LIMIT_HANDLES   # what it is when somebody is faster
+    return True
+
+cdef inline bint count_up(uint64_t* sum_, uint64_t more, uint64_t limit) noexcept nogil:
+    """Add to a sum unless that exceeds its limit (0: none)."""
+    cdef uint64_t seen = load64_seq(sum_)
+    while not limit or seen + more <= limit:
+        if cas64(sum_, &seen, seen + more):
+            return True
+    return False
+
+cdef inline Region* region_call(Core* core, Request* rq, uint64_t nbytes) noexcept nogil:
+    """Call the backend, with no lock held."""
+    cdef Region* r = <Region*>calloc(1, sizeof(Region))
+    if r == NULL:
+        rq.reason = NO_DESCRIPTORS
+        return NULL
+    r.core = &core.head
+    r.asked = nbytes
+    r.bucket = SMALL if rq.carve else rq.bucket
+    r.fd = -1
+    if core.ops.allocate(core.head.backend, r, nbytes, max(core.region_alignment, rq.alignment), &rq.fault) != 0:
+        rq.reason = BACKEND_FAILED
+        free(r)
+        return NULL
+    if r.nbytes < nbytes:
+        r.nbytes = nbytes
+    add64(&core.counters.backend_allocations[r.bucket], 1)
+    return r
+
+cdef inline Block* region_insert(Core* core, Request* rq, Region* r) noexcept nogil:
+    """Put a fresh region into the pool and take a block of it."""
+    cdef Block* b = NULL
+    cdef Region* chain = NULL
+    mutex_lock(&core.lock)
+    if region_begin(r, rq.carve, rq.capacity):
+        region_link(core, r)
+        if rq.carve:
+            b = carve(core, rq)
+        else:
+            r.carved_bytes = rq.capacity
+            b = block_make(core, r.first, rq.kind, rq.cls)
+            lend(core, b.bucket, b.capacity)
+        reserved_note(core, r, True)
+    if b == NULL:
+        rq.reason = NO_DESCRIPTORS
+        if r.first != NULL:
+            region_unlink(core, r, &chain)
+            core_unlock(core)
+            regions_free(core, chain, True)
+        else:
+            core_unlock(core)
+            region_free(core, r)
+    else:
+        core_unlock(core)
+    flight_end(core, True)
+    return b
