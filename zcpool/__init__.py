@@ -14,6 +14,7 @@ from zcpool._fixed import FixedPool
 from zcpool._pool import Pool
 from zcpool._stats import BucketStats, PoolStats
 from zcpool._version import __version__
+from zcpool.capi import get_include, get_library
 from zcpool.copies import CopyCount, copies, require_zero_copy, reset_copies
 from zcpool.errors import BackendError, BackendUnavailable, Exhausted, OutOfMemory, PoolError
 
@@ -38,6 +39,8 @@ __all__ = [
     "__version__",
     "backends",
     "copies",
+    "get_include",
+    "get_library",
     "require_zero_copy",
     "reset_copies",
 ]

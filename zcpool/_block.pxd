@@ -12,14 +12,16 @@
 #
 #   SPAN     uncarved bytes of an arena, or a descriptor nobody uses
 #   CACHED   free, in a thread cache or a free list
-#   IN_USE   owned by a buffer or a C caller
+#   IN_USE   owned by a Buffer
+#   HELD     owned by a C caller
 #   RETIRED  released by its owner; exports, pins, bindings or a fence still hold references
 #   FOREIGN  (a bit beside the state) it belongs to the parent of a forked process
 #
-# Transitions: only the holder of a block moves it between SPAN, CACHED and IN_USE (a store suffices: list
-# operations order it). References are added and dropped by fetch-and-add. IN_USE with references becomes
-# RETIRED by compare-and-swap; the thread that takes away the last reference of a RETIRED block owns it and
-# sends it home. The generation moves on when the block goes home, so that a token dies with its block.
+# Transitions: only the holder of a block moves it between SPAN, CACHED and IN_USE or HELD (a store suffices:
+# list operations order it). References are added by compare-and-swap and dropped by fetch-and-sub. An owned
+# block with references becomes RETIRED by compare-and-swap; the thread that takes away the last reference of a
+# RETIRED block owns it and sends it home. The generation moves on when the block goes home, so that a token
+# dies with its block.
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
 from zcpool._atomics cimport cas64, load64, load64_acquire, store64, sub64
@@ -34,10 +36,11 @@ cdef enum:
     CACHED = 1
     IN_USE = 2
     RETIRED = 3
+    HELD = 4
     FOREIGN = 8
 
 
-cdef struct Region:
+cdef struct Region "zc_region":
     # What the backend fills in.
     void* data              # CPU address, NULL where the CPU cannot see the memory without mapping it
     uint64_t nbytes         # at least what was asked
@@ -55,18 +58,42 @@ cdef struct Region:
     int bucket              # whose counters it moves
 
 
-cdef struct Block:
-    uint64_t word           # atomic
-    void* data
-    Block* next             # atomic; link of the list the block is in
-    uint32_t index          # own place in the descriptor table; never changes
-    uint16_t cls
-    uint8_t kind            # see _core.pxd: which set of free lists
-    uint8_t bucket
-    uint64_t capacity       # bytes
-    uint64_t requested      # bytes, atomic; a span keeps its left neighbour in its bin here
-    Region* region
-    CoreHead* core
+cdef extern from "zcpool.h" nogil:
+    # One definition for Cython and for C: capi/include/zcpool.h.
+    struct Block "zc_block":
+        uint64_t word           # atomic
+        void* data
+        Block* next             # atomic; link of the list the block is in
+        uint32_t index          # own place in the descriptor table; never changes
+        uint16_t cls
+        uint8_t kind            # see _core.pxd: which set of free lists
+        uint8_t bucket
+        uint64_t capacity       # bytes
+        uint64_t requested "nbytes"     # bytes, atomic; a span keeps its left neighbour in its bin here
+        Region* region
+        CoreHead* core
+
+    struct CacheSlot "zc_slot":
+        Block* head
+        uint16_t count
+        uint16_t limit
+        uint16_t batch          # blocks the next refill takes: doubles while the list has plenty, 1 after a steal
+
+    struct Gate "zc_gate":
+        uint32_t flags          # atomic, see below
+        uint32_t serial         # which pool this is, of those that had the control block
+
+    struct ThreadCache "zc_cache":
+        uint32_t lock           # atomic trylock; guards everything below
+        const Gate* gate
+        CoreHead* core
+        void* owner             # the thread, NULL when it has ended: then a new thread may take the cache over
+        ThreadCache* next       # core.caches
+        uint64_t granule
+        uint64_t bytes
+        uint64_t bytes_limit
+        uint64_t acquires[4]    # by bucket; atomic, written by the owner alone, with or without the lock
+        CacheSlot slots[95]
 
 
 cdef struct Cold:
@@ -80,19 +107,19 @@ cdef struct Cold:
 ctypedef void (*block_fn)(CoreHead* core, Block* block) noexcept nogil
 
 
-cdef struct CoreHead:
+cdef struct CoreHead "zc_core":
     # The part of a pool's control block that modules above and beside the pool may see.
     block_fn release        # "I am done": home, or retired while references live
     block_fn go_home        # the block has no owner and no references: take it back
-    uint32_t flags          # atomic, see below
+    Gate gate
     uint32_t id
     void* backend           # the Backend; the control block holds a reference while regions live
     void* fences            # the FenceQueue
-    uint64_t holds          # atomic: blocks that C code, pins and bindings hold; a pool that ends with some warns
+    uint64_t pins           # atomic: blocks that pins and bindings hold; a pool that ends with some warns
 
 
 cdef enum:
-    # Bits of CoreHead.flags.
+    # Bits of Gate.flags. The lowest four are in zcpool.h, too.
     CLOSED = 1
     DEBUG = 2
     WAITERS = 4
@@ -108,6 +135,10 @@ cdef enum:
 
 cdef inline int word_state(uint64_t word) noexcept nogil:
     return <int>((word >> STATE_SHIFT) & 15)
+
+cdef inline bint word_owned(uint64_t word) noexcept nogil:
+    """Say whether a buffer or a C caller owns the block."""
+    return (word_state(word) & ~FOREIGN) == IN_USE or (word_state(word) & ~FOREIGN) == HELD
 
 cdef inline uint64_t word_refs(uint64_t word) noexcept nogil:
     return word & REFS_MAX
@@ -131,7 +162,7 @@ cdef inline bint block_ref(Block* b, uint64_t owner) noexcept nogil:
     """
     cdef uint64_t seen = load64(&b.word)
     while (seen >> GEN_SHIFT) == (owner >> GEN_SHIFT) and word_refs(seen) < REFS_MAX:
-        if (word_state(seen) & ~FOREIGN) != IN_USE and (word_state(seen) & ~FOREIGN) != RETIRED:
+        if not word_owned(seen) and (word_state(seen) & ~FOREIGN) != RETIRED:
             return False
         if cas64(&b.word, &seen, seen + 1):
             return True

@@ -194,7 +194,7 @@ cdef class Buffer:
         cdef Pin pin = Pin.__new__(Pin)
         if self._block != NULL:
             Buffer_ref(self)
-            add64(&self._block.core.holds, 1)
+            add64(&self._block.core.pins, 1)
         pin._buffer = self
         pin._held = 1
         add32(&self._pins, 1)
@@ -314,7 +314,7 @@ cdef class Pin:
         if claim(&self._held):
             sub32(&self._buffer._pins, 1)
             if self._buffer._block != NULL:
-                sub64(&self._buffer._block.core.holds, 1)
+                sub64(&self._buffer._block.core.pins, 1)
                 block_unref(self._buffer._block)
 
 
@@ -386,7 +386,7 @@ cdef inline void* Buffer_data(Buffer self) noexcept:
     return self._block.data if self._block != NULL else EMPTY
 
 cdef inline bint Buffer_visible(Buffer self) noexcept:
-    return self._block == NULL or load32(&self._block.core.flags) & VISIBLE
+    return self._block == NULL or load32(&self._block.core.gate.flags) & VISIBLE
 
 cdef inline uint64_t Buffer_refs(Buffer self) noexcept:
     return word_refs(load64(&self._block.word)) if self._block != NULL else 0
@@ -464,7 +464,7 @@ cdef inline void Buffer_close(Buffer self) noexcept:
     """End the ownership, once. Never fails, waits or allocates; also inside garbage collection."""
     cdef Block* b = self._block
     if claim(&self._open) and likely(b != NULL):
-        if unlikely(load32(&b.core.flags) & CLOSED):
+        if unlikely(load32(&b.core.gate.flags) & CLOSED):
             with nogil:     # the region may go back to the backend
                 b.core.release(b.core, b)
         else:

@@ -3,10 +3,10 @@ from libc.stdint cimport uint16_t, uint64_t
 from libc.string cimport memset
 
 from zcpool._arena cimport arena_carve
-from zcpool._atomics cimport load32, spinlock, sub64, tryunlock
-from zcpool._block cimport CACHED, SLOW_RELEASE, Block, Region, block_set
+from zcpool._atomics cimport bump64, load32, spinlock, sub64, tryunlock
+from zcpool._block cimport CACHED, SLOW_RELEASE, Block, Region, ThreadCache, block_set
 from zcpool._core cimport Core, home_of, lend, list_of
-from zcpool._freelist cimport CACHE_CLASS_BYTES, CACHE_SLOTS, ThreadCache, cache_put, push_chain
+from zcpool._freelist cimport CACHE_BYTES, CACHE_CLASS_BYTES, CACHE_SLOTS, cache_put, push_chain
 from zcpool._process cimport thread_adopt, thread_cache, thread_id
 from zcpool._request cimport Request
 from zcpool._sizes cimport SMALL_CLASSES, bucket_of, class_bytes
@@ -22,7 +22,7 @@ cdef inline Block* block_make(Core* core, Block* piece, int kind, int cls) noexc
     piece.bucket = <unsigned char>bucket_of(cls)
     block_set(piece, CACHED)
     list_of(core, kind, cls).made += 1
-    core.carved_bytes += piece.capacity
+    bump64(&core.carved_bytes, piece.capacity)
     return piece
 
 cdef inline Region* fullest_arena(Core* core, uint64_t nbytes, uint64_t above) noexcept nogil:
@@ -57,7 +57,7 @@ cdef inline Block* carve(Core* core, Request* rq) noexcept nogil:
         return NULL
     lend(core, b.bucket, b.capacity)
     c = <ThreadCache*>thread_cache(core.head.id)
-    if rq.kind or rq.cls >= SMALL_CLASSES or c == NULL or load32(&core.head.flags) & SLOW_RELEASE:
+    if rq.kind or rq.cls >= SMALL_CLASSES or c == NULL or load32(&core.head.gate.flags) & SLOW_RELEASE:
         return b
     spinlock(&c.lock)
     batch = c.slots[rq.cls].batch
@@ -93,7 +93,10 @@ cdef inline void cache_ensure(Core* core) noexcept nogil:
         if posix_memalign(&memory, 64, sizeof(ThreadCache)) != 0:
             return
         c = <ThreadCache*>memset(memory, 0, sizeof(ThreadCache))
-        c.core = core
+        c.core = &core.head
+        c.gate = &core.head.gate
+        c.granule = core.granule
+        c.bytes_limit = CACHE_BYTES
         for cls in range(SMALL_CLASSES):
             limit = CACHE_CLASS_BYTES // class_bytes(cls)
             c.slots[cls].limit = <uint16_t>(limit if limit < CACHE_SLOTS else CACHE_SLOTS)

@@ -9,12 +9,12 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from zcpool._atomics cimport add64, bump64, cas64, likely, load32, load32_seq, load64, load64_seq, store32, store64, \
     sub64, trylock, tryunlock, unlikely
-from zcpool._block cimport CLOSED, DEBUG, FOREIGN, IN_USE, SLOW_ACQUIRE, SLOW_RELEASE, WAITERS, ZERO, Block, \
+from zcpool._block cimport CLOSED, DEBUG, FOREIGN, SLOW_ACQUIRE, SLOW_RELEASE, WAITERS, ZERO, Block, ThreadCache, \
     CoreHead, Region, block_renew, block_retire, word_make, word_refs, word_state
 from zcpool._backend cimport BackendOps
 from zcpool._debug cimport FaultLog, block_wipe
 from zcpool._fence cimport FenceQueue
-from zcpool._freelist cimport FreeList, ThreadCache, cache_get, cache_put, cache_refill, cache_spill, pop, push_chain
+from zcpool._freelist cimport FreeList, cache_get, cache_put, cache_refill, cache_spill, pop, push_chain
 from zcpool._process cimport slots_wake, thread_cache
 from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES, class_of, round_up
 
@@ -52,7 +52,6 @@ cdef struct Core:
     uint64_t arena_limit            # blocks of at most this many bytes come from arenas
     uint64_t region_alignment       # bytes
     uint64_t largest_region         # bytes
-    uint32_t serial                 # which pool this is, of those that had the control block
     uint32_t taken                  # guarded by process.pools_lock
     # Bytes outside shared lists: with users, in thread caches, or retired; atomic, by bucket, one cache line.
     uint64_t lent[4]
@@ -71,7 +70,7 @@ cdef struct Core:
     uint64_t held[4]                # bytes of regions in the pool, by bucket; guarded by lock
     uint64_t arena_total            # atomic to read, guarded by lock to change
     uint64_t n_regions
-    uint64_t carved_bytes           # bytes of all blocks that are not spans; guarded by lock
+    uint64_t carved_bytes           # bytes of all blocks that are not spans; atomic to read, guarded by lock to change
     ThreadCache* caches             # guarded by lock to change, read by visitors under lock
     FenceQueue fences
     Counters counters
@@ -119,9 +118,9 @@ cdef inline void unlend(Core* core, int bucket, uint64_t nbytes) noexcept nogil:
 
 # ---- acquire -------------------------------------------------------------------------------------------
 
-cdef inline Block* hand_out(Block* b, uint64_t nbytes) noexcept nogil:
-    """Give a block that nobody holds its owner."""
-    store64(&b.word, word_make(load64(&b.word), IN_USE))
+cdef inline Block* hand_out(Block* b, uint64_t nbytes, int state) noexcept nogil:
+    """Give a block that nobody holds its owner: IN_USE for a Buffer, HELD for a C caller."""
+    store64(&b.word, word_make(load64(&b.word), state))
     store64(&b.requested, nbytes)
     return b
 
@@ -148,7 +147,7 @@ cdef inline Block* take_cached(Core* core, ThreadCache* c, int cls) noexcept nog
             b = cache_get(c, cls)
     return b
 
-cdef inline Block* core_take(Core* core, uint64_t nbytes) noexcept nogil:
+cdef inline Block* core_take(Core* core, uint64_t nbytes, int state) noexcept nogil:
     """Serve 1 <= nbytes <= largest_request() from what is cached; NULL is a miss (or a pool that wants the slow way).
 
     Waits for nothing, makes no system call, allocates nothing; with or without the GIL.
@@ -159,14 +158,14 @@ cdef inline Block* core_take(Core* core, uint64_t nbytes) noexcept nogil:
     if unlikely(c == NULL):
         return NULL             # the first acquire of a thread: the miss makes its cache
     if likely(cls < SMALL_CLASSES) and likely(trylock(&c.lock)):
-        if likely(not load32(&core.head.flags) & SLOW_ACQUIRE):
+        if likely(not load32(&core.head.gate.flags) & SLOW_ACQUIRE):
             b = take_cached(core, c, cls)
         tryunlock(&c.lock)
-    elif likely(not load32(&core.head.flags) & SLOW_ACQUIRE):
+    elif likely(not load32(&core.head.gate.flags) & SLOW_ACQUIRE):
         b = take_shared(core, 0, cls)
     if likely(b != NULL):
         bump64(&c.acquires[b.bucket], 1)    # only its owner writes it
-        hand_out(b, nbytes)
+        hand_out(b, nbytes, state)
     return b
 
 
@@ -181,7 +180,7 @@ cdef inline void put_shared(Core* core, Block* b) noexcept nogil:
     cdef uint32_t flags
     unlend(core, b.bucket, b.capacity)
     push_chain(&home_of(b).head, b, b)
-    flags = load32_seq(&core.head.flags)
+    flags = load32_seq(&core.head.gate.flags)
     if unlikely(flags & (CLOSED | WAITERS)):
         if flags & WAITERS:
             slots_wake(load64_seq(&core.wait_mask))
@@ -194,13 +193,13 @@ cdef inline void core_put(CoreHead* head, Block* b) noexcept nogil:
     cdef ThreadCache* c
     if unlikely(word_state(load64(&b.word)) & FOREIGN):
         return
-    if unlikely(load32(&core.head.flags) & (DEBUG | ZERO)):
-        block_wipe(b, load32(&core.head.flags), &core.faults)
+    if unlikely(load32(&core.head.gate.flags) & (DEBUG | ZERO)):
+        block_wipe(b, load32(&core.head.gate.flags), &core.faults)
     block_renew(b)
     if b.cls < SMALL_CLASSES and b.kind == 0:
         c = <ThreadCache*>thread_cache(core.head.id)
         if likely(c != NULL) and likely(trylock(&c.lock)):
-            if likely(not load32(&core.head.flags) & SLOW_RELEASE):
+            if likely(not load32(&core.head.gate.flags) & SLOW_RELEASE):
                 if unlikely(not cache_put(c, b)):
                     unlend(core, 0, cache_spill(c, b.cls, (c.slots[b.cls].limit + 1) // 2, home_of(b)))
                     if not cache_put(c, b):
@@ -213,7 +212,7 @@ cdef inline void core_put(CoreHead* head, Block* b) noexcept nogil:
     put_shared(core, b)
 
 cdef inline void core_release(CoreHead* head, Block* b) noexcept nogil:
-    """End the ownership of an IN_USE block: home at once, or retired while references live."""
+    """End the ownership of a block: home at once, or retired while references live."""
     cdef uint64_t word = load64(&b.word)
     if unlikely(word_state(word) & FOREIGN):
         return

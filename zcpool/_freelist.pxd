@@ -14,7 +14,7 @@
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 
 from zcpool._atomics cimport cas64, load64, load64_acquire, loadptr, mutex_lock, mutex_unlock, storeptr
-from zcpool._block cimport Block, Cold
+from zcpool._block cimport Block, CacheSlot, Cold, ThreadCache
 from zcpool._process cimport CHUNK, TAG_BITS, cold_half, descriptor, grow_descriptors, process
 
 cdef enum:
@@ -144,29 +144,10 @@ cdef enum:
     CACHE_BYTES = 4 << 20           # bytes of a cache at most
 
 
-cdef struct CacheSlot:
-    Block* head
-    uint16_t count
-    uint16_t limit
-    uint16_t batch          # how many blocks the next refill takes: doubles while the list has plenty, 1 after a steal
-    uint16_t unused
-
-
-cdef struct ThreadCache:
-    uint32_t lock           # atomic trylock; guards everything below
-    uint32_t unused[3]      # slots then start at a multiple of 16: none straddles a cache line
-    void* core
-    void* owner             # the thread, NULL when it has ended: then a new thread may take the cache over
-    ThreadCache* next       # core.caches
-    uint64_t bytes
-    uint64_t acquires[4]    # by bucket; atomic, written by the owner alone, with or without the lock
-    CacheSlot slots[95]
-
-
 cdef inline bint cache_put(ThreadCache* c, Block* b) noexcept nogil:
     """Keep a block in a locked cache; False when its class or the cache is full."""
     cdef CacheSlot* s = &c.slots[b.cls]
-    if s.count >= s.limit or c.bytes + b.capacity > CACHE_BYTES:
+    if s.count >= s.limit or c.bytes + b.capacity > c.bytes_limit:
         return False
     set_next(b, s.head)
     s.head = b

@@ -6,10 +6,10 @@ from libc.string cimport memset
 from zcpool._atomics cimport and32, load32, load32_seq, load64_seq, loadptr, mutex_lock, mutex_unlock, or32, \
     spinlock, store32, swap32, swapptr, tryunlock
 from zcpool._backend cimport Backend
-from zcpool._block cimport CLOSED, FOREIGN, FROZEN, IN_USE, ORPHAN, PYTHON_BACKEND, RETIRED, STATE_SHIFT, VISIBLE, \
-    WAITERS, Block, Region, word_state
+from zcpool._block cimport CLOSED, FOREIGN, FROZEN, ORPHAN, PYTHON_BACKEND, RETIRED, STATE_SHIFT, VISIBLE, \
+    ThreadCache, WAITERS, Block, Region, word_owned, word_state
 from zcpool._core cimport KINDS, Core, core_put, core_release
-from zcpool._freelist cimport INDEX_MASK, ThreadCache
+from zcpool._freelist cimport INDEX_MASK
 from zcpool._miss cimport fences_poll
 from zcpool._process cimport CHUNK, POOLS, descriptor, process, process_start, slots_wake, thread_id
 from zcpool._reclaim cimport arenas_trim, cache_abandon, caches_flush, core_drain, core_unlock, lists_trim, \
@@ -76,13 +76,14 @@ cdef inline Core* core_new(Backend backend, uint64_t granule, uint32_t flags) ex
             core = NULL
     if core == NULL:
         raise MemoryError(f"no control block for another pool: {POOLS} can live at a time")
-    core.serial += 1
+    core.head.gate.serial += 1
     core.drain = core_drain
     core.head.release = core_release
     core.head.go_home = core_put
     core.head.fences = &core.fences
-    core.head.holds = 0
-    core.granule = granule
+    core.head.pins = 0
+    with nogil:
+        core_set_granule(core, granule)
     backend.fill_ops(&core.ops)
     Py_INCREF(backend)
     core.head.backend = <void*>backend
@@ -90,15 +91,28 @@ cdef inline Core* core_new(Backend backend, uint64_t granule, uint32_t flags) ex
         flags |= VISIBLE
     if backend.python:
         flags |= PYTHON_BACKEND
-    store32(&core.head.flags, flags)
+    store32(&core.head.gate.flags, flags)
     return core
+
+cdef inline void core_set_granule(Core* core, uint64_t granule) noexcept nogil:
+    """Tell the caches that stayed with their threads, too: C callers round sizes by it."""
+    cdef ThreadCache* c
+    mutex_lock(&core.lock)
+    core.granule = granule
+    c = core.caches
+    while c != NULL:
+        spinlock(&c.lock)
+        c.granule = granule
+        tryunlock(&c.lock)
+        c = c.next
+    core_unlock(core)
 
 cdef inline void core_close(Core* core) noexcept nogil:
     """Stop acquires and give back all that is free. What is in use comes home later, through core_drain."""
     cdef Region* chain = NULL
     cdef uint64_t mask
-    and32(&core.head.flags, ~<uint32_t>FROZEN)
-    or32(&core.head.flags, CLOSED)
+    and32(&core.head.gate.flags, ~<uint32_t>FROZEN)
+    or32(&core.head.gate.flags, CLOSED)
     fences_poll(core)
     mutex_lock(&core.lock)
     caches_flush(core)          # who put a block into a cache before the flag was seen, put it before this
@@ -121,7 +135,7 @@ cdef inline int chores(void* unused) noexcept:
         core = <Core*>process.pools[i]
         with nogil:
             deferred_free(core)
-            if load32_seq(&core.head.flags) & ORPHAN:
+            if load32_seq(&core.head.gate.flags) & ORPHAN:
                 fences_poll(core)
         core_bury(core)
     return 0
@@ -141,17 +155,17 @@ cdef inline void core_orphan(Core* core) noexcept:
     """The Pool object is gone (with the GIL)."""
     with nogil:
         core_close(core)
-        or32(&core.head.flags, ORPHAN)
+        or32(&core.head.gate.flags, ORPHAN)
     chores(NULL)
 
 cdef inline void core_bury(Core* core) noexcept:
     """Let go of the backend of a pool that has ended, once its last region has."""
     cdef object backend
-    if not load32_seq(&core.head.flags) & ORPHAN or load64_seq(&core.reserved) or load64_seq(&core.fences.pending):
+    if not load32_seq(&core.head.gate.flags) & ORPHAN or load64_seq(&core.reserved) or load64_seq(&core.fences.pending):
         return
     if load32_seq(&core.inflight) or load32_seq(&core.dirty):
         return
-    if not and32(&core.head.flags, ~<uint32_t>ORPHAN) & ORPHAN:
+    if not and32(&core.head.gate.flags, ~<uint32_t>ORPHAN) & ORPHAN:
         return                  # somebody else is at it
     backend = <object>core.head.backend
     core.head.backend = NULL
@@ -171,7 +185,7 @@ cdef inline void all_forked() noexcept nogil:
     for i in range(load32(&process.n_chunks)):
         for j in range(<uint32_t>CHUNK):
             b = <Block*>descriptor(i * CHUNK + j)
-            if word_state(b.word) == IN_USE or word_state(b.word) == RETIRED:
+            if word_owned(b.word) or word_state(b.word) == RETIRED:
                 b.word |= <uint64_t>FOREIGN << STATE_SHIFT
     for i in range(load32(&process.n_pools)):
         core_forked(<Core*>process.pools[i])
@@ -181,8 +195,8 @@ cdef inline void core_forked(Core* core) noexcept nogil:
     cdef int kind, cls
     core.lock = core.dirty = core.inflight = 0
     core.wait_mask = core.reserved = core.handles = core.n_regions = 0
-    and32(&core.head.flags, ~<uint32_t>WAITERS)
-    core.head.holds = 0
+    and32(&core.head.gate.flags, ~<uint32_t>WAITERS)
+    core.head.pins = 0
     core.regions = core.deferred = NULL
     core.fences.incoming = core.fences.pending = 0
     core.fences.first = core.fences.last = NULL

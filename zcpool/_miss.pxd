@@ -37,7 +37,7 @@ cdef inline Block* miss_try(Core* core, Request* rq) noexcept nogil:
     while True:
         fences_poll(core)
         landed = load32_seq(&core.landed)
-        if load32_seq(&core.head.flags) & CLOSED:
+        if load32_seq(&core.head.gate.flags) & CLOSED:
             rq.reason = IS_CLOSED
             return NULL
         b = find(core, rq)
@@ -57,7 +57,7 @@ cdef inline Block* find(Core* core, Request* rq) noexcept nogil:
     if b == NULL:
         mutex_lock(&core.lock)
         cache_ensure(core)
-        if rq.carve and not load32(&core.head.flags) & FIXED:
+        if rq.carve and not load32(&core.head.gate.flags) & FIXED:
             b = carve(core, rq)
         if b == NULL and rq.kind == 0 and rq.cls < SMALL_CLASSES:
             b = steal(core, rq.cls)
@@ -70,7 +70,7 @@ cdef inline Block* find(Core* core, Request* rq) noexcept nogil:
 
 cdef inline bint refused(Core* core, Request* rq) noexcept nogil:
     """Say whether the backend may not be asked."""
-    cdef uint32_t flags = load32_seq(&core.head.flags)
+    cdef uint32_t flags = load32_seq(&core.head.gate.flags)
     if flags & FIXED:
         rq.reason = ALL_IN_USE
     elif flags & FROZEN:
@@ -118,7 +118,7 @@ cdef inline uint64_t core_trim(Core* core, uint64_t keep_bytes) noexcept nogil:
     cdef Region* chain = NULL
     cdef FreeList* blocks
     cdef uint64_t cached
-    if load32_seq(&core.head.flags) & (FROZEN | FIXED):
+    if load32_seq(&core.head.gate.flags) & (FROZEN | FIXED):
         return 0
     mutex_lock(&core.lock)
     caches_flush(core)
@@ -147,7 +147,7 @@ cdef inline Block* core_miss(Core* core, Request* rq) noexcept nogil:
     if core.lists[rq.kind] == NULL and not kind_ensure(core, rq.kind):
         rq.reason = NO_DESCRIPTORS
         return NULL
-    if not load32_seq(&core.head.flags) & CLOSED:
+    if not load32_seq(&core.head.gate.flags) & CLOSED:
         b = take_shared(core, rq.kind, rq.cls)
     if b == NULL:
         add32(&core.epoch, 1)
@@ -176,7 +176,7 @@ cdef inline uint64_t cached_without(Core* core, uint64_t nbytes) noexcept nogil:
 
 cdef inline Block* serve(Core* core, Request* rq, Block* b) noexcept nogil:
     add64(&core.counters.acquires[b.bucket], 1)
-    hand_out(b, rq.nbytes)
-    if load32(&core.head.flags) & DEBUG:
-        block_arm(b, load32(&core.head.flags), &core.faults)
+    hand_out(b, rq.nbytes, rq.state)
+    if load32(&core.head.gate.flags) & DEBUG:
+        block_arm(b, load32(&core.head.gate.flags), &core.faults)
     return b

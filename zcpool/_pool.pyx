@@ -1,14 +1,16 @@
 """The pool: acquire, release, reserve, trim, limits."""
 
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
 from zcpool._atomics cimport add64, and32, likely, load32, load64, now_ns, or32, spinlock, tryunlock, unlikely
 from zcpool._backend cimport Backend, fault_error
-from zcpool._block cimport CLOSED, DEBUG, FIXED, FROZEN, IN_USE, RETIRED, ZERO, Block, word_state
+from zcpool._block cimport CLOSED, DEBUG, FIXED, FROZEN, IN_USE, RETIRED, ZERO, Block, word_owned, word_state
 from zcpool._buffer cimport Buffer, Buffer_begin
 from zcpool._core cimport Core, core_take
+from zcpool._door cimport Api, door_fill, door_pool
 from zcpool._life cimport chores, core_close, core_new, core_orphan, life_begin
 from zcpool._miss cimport core_miss, core_trim, fences_poll
 from zcpool._process cimport chores_due, descriptor
@@ -171,7 +173,7 @@ cdef class Pool:
             size = as_size(nbytes)
             if likely(0 < size <= <long long>largest_request()):
                 buf = Buffer.__new__(Buffer)    # before the block: a failure here loses nothing
-                block = core_take(self._core, <uint64_t>size)
+                block = core_take(self._core, <uint64_t>size, IN_USE)
                 if likely(block != NULL):
                     Buffer_begin(buf, self, block, <uint64_t>size)
                     return buf
@@ -248,11 +250,11 @@ cdef class Pool:
 
     def freeze(self):
         """Make no backend call until `thaw`: what is not cached cannot be acquired, and nothing is given back."""
-        or32(&Pool_core(self).head.flags, FROZEN)
+        or32(&Pool_core(self).head.gate.flags, FROZEN)
 
     def thaw(self):
         """End `freeze`."""
-        and32(&Pool_core(self).head.flags, ~<uint32_t>FROZEN)
+        and32(&Pool_core(self).head.gate.flags, ~<uint32_t>FROZEN)
 
     def close(self):
         """Stop acquires and give back cached memory. Calling it again does nothing.
@@ -305,14 +307,19 @@ cdef class Pool:
         return Pool_core(self).max_handles or None
 
     @property
+    def c_handle(self):
+        """The pool's number for native code: the ``zc_pool`` of ``zcpool.h``."""
+        return door_pool(Pool_core(self))
+
+    @property
     def closed(self):
         """Whether `close` has been called."""
-        return bool(load32(&Pool_core(self).head.flags) & CLOSED)
+        return bool(load32(&Pool_core(self).head.gate.flags) & CLOSED)
 
     @property
     def frozen(self):
         """Whether the pool is frozen."""
-        return bool(load32(&Pool_core(self).head.flags) & FROZEN)
+        return bool(load32(&Pool_core(self).head.gate.flags) & FROZEN)
 
 
 # ---- opening -------------------------------------------------------------------------------------------------
@@ -390,7 +397,7 @@ cdef inline long long as_size(nbytes) except? -1:
 cdef object Pool_take(Pool self, uint64_t nbytes, timeout, kind):
     """Acquire a size that has been checked; `kind` is the exception when there is none. For FixedPool."""
     cdef Buffer buf = Buffer.__new__(Buffer)
-    cdef Block* block = core_take(self._core, nbytes)
+    cdef Block* block = core_take(self._core, nbytes, IN_USE)
     if likely(block != NULL):
         Buffer_begin(buf, self, block, nbytes)
         return buf
@@ -398,7 +405,7 @@ cdef object Pool_take(Pool self, uint64_t nbytes, timeout, kind):
 
 cdef int Pool_fix(Pool self) except -1:
     """Let the pool never grow or shrink again. For FixedPool."""
-    or32(&Pool_core(self).head.flags, FIXED)
+    or32(&Pool_core(self).head.gate.flags, FIXED)
     return 0
 
 cdef object Pool_acquire(Pool self, nbytes, alignment, bint exclusive, timeout, kind):
@@ -413,7 +420,7 @@ cdef object Pool_acquire(Pool self, nbytes, alignment, bint exclusive, timeout, 
     if size == 0:
         if alignment is not None:
             Pool_check_alignment(self, alignment)
-        if load32(&core.head.flags) & CLOSED:
+        if load32(&core.head.gate.flags) & CLOSED:
             raise PoolError(f"pool {self.name!r} is closed")
         Buffer_begin(buf, self, NULL, 0)
         return buf
@@ -449,10 +456,10 @@ cdef int Pool_request(Pool self, Request* rq, size, alignment, bint exclusive) e
     """Classify a request; too large for any machine is a reason in the request, not an error yet."""
     cdef uint64_t align = 1 if alignment is None else Pool_check_alignment(self, alignment)
     if size > largest_request() - MAX_ALIGNMENT:
-        request_init(self._core, rq, largest_request() - MAX_ALIGNMENT, align, exclusive)
+        request_init(self._core, rq, largest_request() - MAX_ALIGNMENT, align, exclusive, IN_USE)
         rq.reason = TOO_LARGE
     else:
-        request_init(self._core, rq, size, align, exclusive)
+        request_init(self._core, rq, size, align, exclusive, IN_USE)
     return 0
 
 cdef Block* Pool_find(Pool self, Request* rq, int64_t timeout) except? NULL:
@@ -638,7 +645,7 @@ cdef str Pool_fault(Core* core):
 
 cdef int Pool_warn_of_leaks(Pool self) except -1:
     """Warn when a pool ends while C code, pins or bindings hold blocks, and when memory was written wrongly."""
-    cdef uint64_t held = load64(&self._core.head.holds)
+    cdef uint64_t held = load64(&self._core.head.pins)
     text = Pool_fault(self._core)
     if text:
         warnings.warn(f"pool {self._state.name!r}: {text}", RuntimeWarning, source=self)
@@ -655,7 +662,7 @@ cdef list Pool_origins(Pool self):
     lines = []
     for index, line in (self._state.origins or {}).items():
         b = <Block*>descriptor(index)
-        if b.core == &self._core.head and (word_state(load64(&b.word)) == IN_USE
+        if b.core == &self._core.head and (word_owned(load64(&b.word))
                                            or word_state(load64(&b.word)) == RETIRED):
             lines.append(line)
     return lines
@@ -670,7 +677,23 @@ def warn_at_exit():
     cdef Pool pool
     for pool in list(live_pools):
         Pool_warn_of_leaks(pool)
-        pool._core.head.holds = 0   # said once
+        pool._core.head.pins = 0   # said once
 
+
+# ---- the C door --------------------------------------------------------------------------------------------------
+
+cdef extern from *:
+    """
+    #include "zcpool.h"
+    static zc_api zc_the_api;
+    __attribute__((visibility("default"))) const zc_api *zcpool_get_api(uint32_t abi)
+    {
+        return abi == ZC_ABI ? &zc_the_api : NULL;
+    }
+    """
+    Api the_api "zc_the_api"
+    const Api* get_api "zcpool_get_api"(uint32_t abi) noexcept nogil
 
 life_begin()
+door_fill(&the_api)
+c_api = PyCapsule_New(<void*>get_api, "zcpool._pool.c_api", NULL)

@@ -153,6 +153,24 @@ static inline void zc_call_python(void)
         Py_AddPendingCall(zc_process.chores, NULL);
 }
 
+/* What the C door says of the last failure of this thread. */
+static ZC_TLS char zc_said[256] = "nothing has failed on this thread";
+
+static inline char *zc_error_text(void) { return zc_said; }
+
+/* A thread that comes in by the C door may hold the GIL. Slow paths take locks, which must not be waited for
+ * with it. */
+static inline void *zc_gil_leave(void)
+{
+    return Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : NULL;
+}
+
+static inline void zc_gil_return(void *left)
+{
+    if (left)
+        PyEval_RestoreThread((PyThreadState *)left);
+}
+
 static inline int zc_chores_due(void) { return zc_load_u32(&zc_process.python_work) != 0; }
 
 /* ---- descriptors ---------------------------------------------------------------------------------- */

@@ -7,13 +7,13 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 
 from zcpool._arena cimport arena_join, region_end
-from zcpool._atomics cimport add32, add64, casptr, futex_wait, futex_wake_all, load32, load32_seq, load64, loadptr, \
-    mutex_trylock, mutex_unlock, or32, spinlock, sub32, sub64, swap32, tryunlock
-from zcpool._block cimport CLOSED, ORPHAN, PYTHON_BACKEND, WAITERS, Block, Region, block_unref
+from zcpool._atomics cimport add32, add64, bump64, casptr, futex_wait, futex_wake_all, load32, load32_seq, load64, \
+    loadptr, mutex_trylock, mutex_unlock, or32, spinlock, sub32, sub64, swap32, tryunlock
+from zcpool._block cimport CLOSED, ORPHAN, PYTHON_BACKEND, WAITERS, Block, Region, ThreadCache, block_unref
 from zcpool._core cimport Core, home_of, list_of, peak_note, take_shared, unlend
 from zcpool._core cimport KINDS
 from zcpool._fence cimport POLLNVAL, FenceNode, close, queue_append
-from zcpool._freelist cimport INDEX_MASK, FreeList, block_at, ThreadCache, cache_get, cache_spill, next_of, pop_all, \
+from zcpool._freelist cimport INDEX_MASK, FreeList, block_at, cache_get, cache_spill, next_of, pop_all, \
     push_chain
 from zcpool._process cimport call_python, slots_wake
 from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES
@@ -85,7 +85,7 @@ cdef inline void cache_abandon(void* cache) noexcept nogil:
         cache_flush(core, c, cls)
     c.owner = NULL
     tryunlock(&c.lock)
-    flags = load32_seq(&core.head.flags)
+    flags = load32_seq(&core.head.gate.flags)
     if flags & WAITERS:
         slots_wake(load64(&core.wait_mask))
     if flags & CLOSED:
@@ -111,7 +111,7 @@ cdef inline void region_unlink(Core* core, Region* r, Region** chain) noexcept n
     if r.next != NULL:
         r.next.prev = r.prev
     core.n_regions -= 1
-    core.carved_bytes -= r.carved_bytes
+    bump64(&core.carved_bytes, <uint64_t>0 - r.carved_bytes)
     reserved_note(core, r, False)
     region_end(r)
     r.next = chain[0]
@@ -125,11 +125,11 @@ cdef inline void reserved_note(Core* core, Region* r, bint added) noexcept nogil
     if not added:
         core.held[r.bucket] -= r.nbytes
         if r.bins != NULL:
-            core.arena_total -= r.nbytes
+            bump64(&core.arena_total, <uint64_t>0 - r.nbytes)
         return
     core.held[r.bucket] += r.nbytes
     if r.bins != NULL:
-        core.arena_total += r.nbytes
+        bump64(&core.arena_total, r.nbytes)
     for i in range(4):
         total += core.held[i]
     peak_note(&core.counters.peak_reserved[r.bucket], core.held[r.bucket])
@@ -143,12 +143,12 @@ cdef inline uint64_t regions_free(Core* core, Region* chain, bint may_run_python
         r = chain
         chain = r.next
         total += r.nbytes
-        if load32(&core.head.flags) & PYTHON_BACKEND and not may_run_python:
+        if load32(&core.head.gate.flags) & PYTHON_BACKEND and not may_run_python:
             region_defer(core, r)
         else:
             region_free(core, r)
         flight_end(core, True)
-    if load32_seq(&core.head.flags) & ORPHAN:
+    if load32_seq(&core.head.gate.flags) & ORPHAN:
         call_python()       # that may have been the last: the control block can be buried
     return total
 
@@ -193,7 +193,7 @@ cdef inline void block_give_back(Core* core, Block* b, Region** chain) noexcept 
     if r.bins == NULL:
         region_unlink(core, r, chain)
     else:
-        core.carved_bytes -= b.capacity
+        bump64(&core.carved_bytes, <uint64_t>0 - b.capacity)
         arena_join(r, b)
 
 cdef inline uint64_t list_trim(Core* core, FreeList* blocks, uint64_t most, Region** chain) noexcept nogil:
@@ -291,7 +291,7 @@ cdef inline void core_drain(Core* core) noexcept nogil:
 
 cdef inline void core_unlock(Core* core) noexcept nogil:
     mutex_unlock(&core.lock)
-    if load32_seq(&core.head.flags) & CLOSED and load32_seq(&core.dirty):
+    if load32_seq(&core.head.gate.flags) & CLOSED and load32_seq(&core.dirty):
         core_drain(core)
 
 

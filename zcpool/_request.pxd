@@ -31,16 +31,18 @@ cdef struct Request:
     int kind
     int bucket
     bint carve                  # from arenas
+    int state                   # what the block becomes: IN_USE or HELD
     Reason reason               # why it failed
     Fault fault                 # what the backend said, when it was the backend
 
 
 cdef inline void request_init(Core* core, Request* rq, uint64_t nbytes, uint64_t alignment,
-                              bint exclusive) noexcept nogil:
+                              bint exclusive, int state) noexcept nogil:
     """Classify 1 <= nbytes <= largest_request(); alignment: a power of two, at most 2 MiB."""
     cdef int order = 0
     memset(rq, 0, sizeof(Request))
     rq.nbytes = nbytes
+    rq.state = state
     rq.alignment = core.granule
     if alignment > core.granule:
         rq.alignment = alignment

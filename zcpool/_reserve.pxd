@@ -87,8 +87,8 @@ cdef inline bint prepare(Core* core, Request* rq, uint64_t wanted, Prepared* new
         if new.count != had:
             return True
         nbytes = max(arena_size(core, rq.capacity), min(core.arena_bytes // rq.capacity, wanted) * rq.capacity)
-    if load32(&core.head.flags) & (CLOSED | FROZEN):
-        rq.reason = IS_CLOSED if load32(&core.head.flags) & CLOSED else IS_FROZEN
+    if load32(&core.head.gate.flags) & (CLOSED | FROZEN):
+        rq.reason = IS_CLOSED if load32(&core.head.gate.flags) & CLOSED else IS_FROZEN
         return False
     if rq.capacity > core.largest_region or (core.max_bytes and rq.capacity > core.max_bytes):
         rq.reason = TOO_LARGE
@@ -145,7 +145,7 @@ cdef inline void prepared_touch(Core* core, Prepared* new) noexcept nogil:
     """Fault the pages in by writing to each: the memory is fresh, its contents are nobody's."""
     cdef Block* b = new.first
     cdef uint64_t at
-    if not load32(&core.head.flags) & VISIBLE:
+    if not load32(&core.head.gate.flags) & VISIBLE:
         return
     while b != NULL:
         at = 0

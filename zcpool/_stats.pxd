@@ -4,9 +4,9 @@
 from libc.stdint cimport uint64_t
 
 from zcpool._atomics cimport load64, mutex_lock
-from zcpool._block cimport CACHED, FOREIGN, RETIRED, SPAN, Block, Region, word_state
+from zcpool._block cimport CACHED, FOREIGN, RETIRED, SPAN, Block, Region, ThreadCache, word_state
 from zcpool._core cimport Core, peak_note
-from zcpool._freelist cimport ThreadCache, cold
+from zcpool._freelist cimport cold
 from zcpool._reclaim cimport core_unlock
 
 

@@ -23,7 +23,7 @@ cdef inline int wait_begin(Core* core) noexcept nogil:
     if slot >= 0:
         mutex_lock(&core.lock)      # against a wait_end that is about to clear the flag
         or64(&core.wait_mask, <uint64_t>1 << slot)
-        or32(&core.head.flags, WAITERS)
+        or32(&core.head.gate.flags, WAITERS)
         core_unlock(core)
     return slot
 
@@ -32,7 +32,7 @@ cdef inline void wait_end(Core* core, int slot) noexcept nogil:
         return
     mutex_lock(&core.lock)
     if and64(&core.wait_mask, ~(<uint64_t>1 << slot)) == <uint64_t>1 << slot:
-        and32(&core.head.flags, ~<uint32_t>WAITERS)
+        and32(&core.head.gate.flags, ~<uint32_t>WAITERS)
     core_unlock(core)
     slot_give(slot)
 

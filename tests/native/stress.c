@@ -1,0 +1,215 @@
+/* Hammers a pool through the C door from native threads that Python never saw.
+ *
+ * What may not happen, and how it is seen:
+ *   - a block is handed out twice at a time: every descriptor index has an "owned" byte, taken and given by
+ *     atomic exchange; and the owner writes a pattern into the block that it finds again before it lets go
+ *   - a stale token is followed: released tokens are released again now and then, and must be refused
+ *   - books that do not balance: looked at while everything runs
+ *   - blocks that are lost: at the end nothing is in use or retired
+ *
+ * stress_run() returns 0, or a bit set of what went wrong; it prints the first finding of each kind.
+ */
+#define _GNU_SOURCE
+#include "zcpool.h"
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+enum { TWICE = 1, OVERWRITTEN = 2, STALE_FOLLOWED = 4, UNBALANCED = 8, LOST = 16, REFUSED = 32, NO_THREAD = 64 };
+enum { KEEP = 64, MAIL = 64, OWNED = 1 << 24 };
+
+typedef struct {
+    const zc_api *api;
+    zc_pool pool;
+    uint64_t ops;
+    uint64_t largest;       /* bytes */
+    int fast;               /* use the inlined path */
+    uint64_t mail[MAIL];    /* tokens on their way from one thread to another; atomic */
+    uint32_t found;         /* atomic bit set */
+    uint64_t failures;      /* atomic: acquires that found nothing */
+    unsigned char *owned;   /* by index; atomic */
+} shared;
+
+typedef struct {
+    shared *s;
+    uint64_t random;
+    zc_cache *cache;
+    int closing;
+} worker;
+
+static uint64_t next_random(worker *w)
+{
+    w->random ^= w->random << 13;
+    w->random ^= w->random >> 7;
+    w->random ^= w->random << 17;
+    return w->random;
+}
+
+static void found(shared *s, uint32_t what, const char *text, uint64_t value)
+{
+    if (!(__atomic_fetch_or(&s->found, what, __ATOMIC_SEQ_CST) & what))
+        fprintf(stderr, "stress: %s: %llx\n", text, (unsigned long long)value);
+}
+
+/* Patterns are plain accesses on purpose: a sanitizer then sees an ordering that the pool does not give. */
+static void mark(const zc_block *b, uint64_t token)
+{
+    size_t n = b->nbytes / 8;
+    if (n) {
+        ((uint64_t *)b->data)[0] = token;
+        ((uint64_t *)b->data)[n - 1] = token;
+    }
+}
+
+static int marked(const zc_block *b, uint64_t token)
+{
+    size_t n = b->nbytes / 8;
+    return !n || (((uint64_t *)b->data)[0] == token && ((uint64_t *)b->data)[n - 1] == token);
+}
+
+static uint64_t take(worker *w)
+{
+    shared *s = w->s;
+    uint64_t r = next_random(w);
+    /* Mostly a few small classes, so that threads meet; some of every size. */
+    size_t nbytes = r & 7 ? 256u << (r >> 8) % 3 : 1 + (r >> 8) % s->largest;
+    const zc_block *b;
+    if (s->fast)
+        b = zc_acquire_fast(s->api, w->cache, s->pool, nbytes);
+    else if ((r >> 40) % 64 == 0)
+        b = s->api->acquire_with(s->pool, nbytes, 64u << (r >> 48) % 7, (r >> 52) & ZC_EXCLUSIVE, 1000000);
+    else
+        b = s->api->acquire(s->pool, nbytes);
+    if (!b) {
+        __atomic_fetch_add(&s->failures, 1, __ATOMIC_RELAXED);
+        return 0;
+    }
+    if (__atomic_exchange_n(&s->owned[b->index], 1, __ATOMIC_RELAXED))
+        found(s, TWICE, "handed out twice, index", b->index);
+    mark(b, zc_token(b));
+    return zc_token(b);
+}
+
+static void drop(worker *w, uint64_t token)
+{
+    shared *s = w->s;
+    const zc_api *api = s->api;
+    const zc_block *b = api->find(token);
+    uint64_t r = next_random(w) % 64;
+    int fd = -1;
+    if (!b) {
+        found(s, REFUSED, "a live token was refused", token);
+        return;
+    }
+    if (!marked(b, token))
+        found(s, OVERWRITTEN, "somebody wrote into a held block", token);
+    if (r == 0 && api->pin(token) != 0)
+        found(s, REFUSED, "pin of a live token was refused", token);
+    if (r == 1)
+        fd = eventfd(r & 1, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (fd >= 0 && next_random(w) & 1)
+        eventfd_write(fd, 1);
+    int signal_fd = fd >= 0 ? dup(fd) : -1;
+    /* Given up before the release: whoever takes the block next must find it free. A pinned one stays owned. */
+    if (r != 0 && fd < 0)
+        __atomic_store_n(&s->owned[b->index], 0, __ATOMIC_RELAXED);
+    if (fd >= 0 ? api->release_after(token, fd) : s->fast ? zc_release_fast(api, w->cache, b) : api->release(token))
+        found(s, REFUSED, "release of a live token was refused", token);
+    if (r == 0 || fd >= 0) {
+        if (r == 0 && !marked(b, token))
+            found(s, OVERWRITTEN, "a pinned block was handed out", token);
+        __atomic_store_n(&s->owned[b->index], 0, __ATOMIC_RELAXED);
+        if (r == 0 && api->unpin(token) != 0)
+            found(s, REFUSED, "unpin was refused", token);
+        if (signal_fd >= 0)
+            eventfd_write(signal_fd, 1);
+    }
+    if (signal_fd >= 0)
+        close(signal_fd);
+    if (r == 2 && !s->fast && api->release(token) == 0)
+        found(s, STALE_FOLLOWED, "a stale token was released", token);
+}
+
+static void look(shared *s)
+{
+    zc_stats st;
+    if (s->api->stats(s->pool, &st) == 0
+        && st.reserved_bytes != st.in_use_bytes + st.cached_bytes + st.retired_bytes + st.slack_bytes)
+        found(s, UNBALANCED, "books do not balance, reserved", st.reserved_bytes);
+}
+
+static void *work(void *arg)
+{
+    worker *w = (worker *)arg;
+    shared *s = w->s;
+    uint64_t kept[KEEP] = {0};
+    uint64_t i;
+    w->cache = s->fast ? s->api->cache(s->pool) : NULL;
+    for (i = 0; i < s->ops; i++) {
+        uint64_t r = next_random(w);
+        uint64_t *place = &kept[r % KEEP];
+        if (!*place)
+            *place = take(w);
+        else if ((r >> 8) % 4 == 0)
+            *place = __atomic_exchange_n(&s->mail[(r >> 16) % MAIL], *place, __ATOMIC_ACQ_REL);
+        else {
+            drop(w, *place);
+            *place = 0;
+        }
+        if ((r >> 32) % 4096 == 0)
+            s->api->trim(s->pool, (r >> 20) & 1 ? 0 : 1 << 20);
+        if ((r >> 32) % 1024 == 1)
+            look(s);
+    }
+    for (i = 0; i < KEEP; i++)
+        if (kept[i])
+            drop(w, kept[i]);
+    return NULL;
+}
+
+/* Runs `rounds` rounds of `threads` threads, each new in every round, so that thread caches change hands. */
+int stress_run(const zc_api *api, zc_pool pool, int threads, int rounds, uint64_t ops, uint64_t largest, int fast,
+               uint64_t seed)
+{
+    shared *s = (shared *)calloc(1, sizeof *s);
+    worker *w = (worker *)calloc((size_t)threads, sizeof *w);
+    pthread_t *t = (pthread_t *)calloc((size_t)threads, sizeof *t);
+    zc_stats st;
+    int i, round, result;
+    s->api = api;
+    s->pool = pool;
+    s->ops = ops;
+    s->largest = largest;
+    s->fast = fast;
+    s->owned = (unsigned char *)calloc(OWNED, 1);
+    for (round = 0; round < rounds; round++) {
+        for (i = 0; i < threads; i++) {
+            w[i].s = s;
+            w[i].random = seed * 2654435761u + (uint64_t)(round * threads + i + 1) * 0x9e3779b97f4a7c15ull;
+            if (pthread_create(&t[i], NULL, work, &w[i]) != 0) {
+                found(s, NO_THREAD, "no thread", (uint64_t)i);
+                threads = i;
+            }
+        }
+        for (i = 0; i < threads; i++)
+            pthread_join(t[i], NULL);
+    }
+    for (i = 0; i < MAIL; i++)
+        if (s->mail[i])
+            drop(&w[0], s->mail[i]);
+    for (i = 0; i < 1000 && api->stats(pool, &st) == 0 && st.retired_blocks; i++)
+        usleep(1000);
+    if (st.in_use_blocks || st.retired_blocks)
+        found(s, LOST, "blocks still out at the end", st.in_use_blocks + st.retired_blocks);
+    look(s);
+    result = (int)s->found;
+    free(s->owned);
+    free(t);
+    free(w);
+    free(s);
+    return result;
+}
