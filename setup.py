@@ -86,8 +86,8 @@ def extensions():
 
 def cythonized():
     """The extensions, their .pyx compiled to C below build/, where no one mistakes it for source."""
-    made = list((BUILD / "cython").rglob("*.c"))
-    changed = any(path.stat().st_mtime < Path("setup.py").stat().st_mtime for path in made)
+    made = [BUILD / "cython" / source.with_suffix(".c") for source in Path("zcpool").rglob("*.pyx")]
+    changed = any(path.exists() and path.stat().st_mtime < Path("setup.py").stat().st_mtime for path in made)
     said = io.StringIO()
     Options.warning_errors = STRICT
     try:
@@ -103,6 +103,10 @@ def cythonized():
         sys.stderr.write(said.getvalue())
     if said.getvalue().strip():  # a performance hint is not even a warning to Cython, only a line on stderr
         sys.exit("setup.py: Cython has something to say, which ZCPOOL_STRICT forbids")
+
+    # Cython lays copies of our headers beside the C that includes them: the compiler shall read the originals.
+    for header in Path("zcpool").rglob("*.h"):
+        (BUILD / "cython" / header).unlink(missing_ok=True)
 
     # Inline functions live in the .pxd and the .h: when one has changed, everything is compiled again.
     shared = [str(path) for suffix in ("pxd", "h") for path in Path("zcpool").rglob(f"*.{suffix}")]

@@ -190,6 +190,8 @@ cdef inline void arena_join(Region* r, Block* b) noexcept nogil:
     cdef Block* left = cold(b).left
     cdef Block* right = cold(b).right
     r.carved_bytes -= b.capacity
+    cold(b).handle = 0
+    cold(b).wiped = 0
     block_set(b, SPAN)
     if right != NULL and is_span(right):
         span_unbin(r, right)

@@ -6,6 +6,8 @@ from libc.errno cimport EINVAL, ENOMEM
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
+from sys import is_finalizing
+
 from zcpool.errors import BackendError
 
 __all__ = ["Backend", "Handle", "PythonBackend"]
@@ -167,6 +169,8 @@ cdef class PythonBackend(Backend):
 
     cdef void free_region(self, Region* region) noexcept nogil:
         with gil:
+            if is_finalizing():
+                return      # modules are being torn down, and the process takes the memory back
             memory = PythonBackend_memory(region)
             PyBuffer_Release(<Py_buffer*>region.cookie)
             free(region.cookie)
@@ -202,6 +206,9 @@ cdef class Handle:
 
     def __init__(self):
         raise TypeError("a Handle comes from Buffer.handle()")
+
+    def __reduce__(self):
+        raise TypeError("a handle cannot be copied or pickled")
 
     def __repr__(self):
         return (f"<{type(self).__module__}.{type(self).__qualname__} pointer={self.pointer:#x} fd={self.fd} "

@@ -5,23 +5,24 @@ from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.exc cimport PyErr_SetFromErrno
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from zcpool._atomics cimport add32, add64, claim, fd_check, fd_dup, likely, load32, load64, sub32, sub64, unlikely
-from zcpool._backend cimport FROM_DEVICE, TO_DEVICE, Backend, Fault, fault_error
+from zcpool._backend cimport FROM_DEVICE, TO_DEVICE, Backend, Fault, Handle, fault_error
 from zcpool._block cimport CLOSED, FOREIGN, VISIBLE, Block, block_ref, block_unref, word_refs, word_state
 from zcpool._dlpack cimport dlpack_capsule
 from zcpool._fence cimport Fence, FenceNode, FenceQueue, close, fence_attach, fence_node, queue_push
 
-import operator
 import warnings
 
 from zcpool._units import format_bytes
-from zcpool.copies import count_copy
+from zcpool._views import array_layout
+from zcpool.copies import check_copy, count_copy
 
 __all__ = ["Buffer", "Mapping", "Pin"]
 
 cdef char EMPTY[64]             # what an empty buffer points at
+cdef str DLPACK_COPY = "DLPack export with copy=True"
 cdef tuple BUCKETS = ("small", "medium", "large", "huge")
 
 
@@ -111,8 +112,8 @@ cdef class Buffer:
             raise BufferError(f"this memory is on the CPU, device (1, 0), and not on {tuple(dl_device)!r}")
         Buffer_check_visible(self)
         cdef Buffer source = Buffer_copy(self) if copy else self
-        return dlpack_capsule(source._block, source._owner, Buffer_data(source), source._nbytes,
-                              max_version is not None and max_version[0] >= 1)
+        return dlpack_capsule(source._block, source._owner, source._nbytes,
+                              max_version is not None and max_version[0] >= 1, source is not self)
 
     def array(self, shape, dtype="uint8", *, offset=0, strides=None):
         """Return a numpy array over the memory, without copying.
@@ -138,7 +139,7 @@ cdef class Buffer:
         BufferError
             When the buffer was released, or the CPU does not see the memory.
         """
-        return Buffer_array(self, shape, dtype, offset, strides)
+        return Buffer_array(self, array_layout(shape, dtype, offset, strides))
 
     def map(self, mode="rw"):
         """Return a context manager that gives a view the CPU may use, with whatever cache upkeep that takes.
@@ -295,6 +296,9 @@ cdef class Pin:
     def __init__(self):
         raise TypeError("pins come from Buffer.pin()")
 
+    def __reduce__(self):
+        raise TypeError("a pin cannot be copied or pickled")
+
     def __enter__(self):
         return self
 
@@ -304,7 +308,7 @@ cdef class Pin:
     def __del__(self):
         if self._held:
             warnings.warn(f"{self!r} was dropped without release(): its block stays pinned", ResourceWarning,
-                          stacklevel=2, source=self)
+                          stacklevel=1, source=self)   # Cython has no frame: 1 is who dropped it
 
     def __repr__(self):
         return f"<zcpool.Pin {'held' if self._held else 'released'} on {self._buffer!r}>"
@@ -314,7 +318,8 @@ cdef class Pin:
         if claim(&self._held):
             sub32(&self._buffer._pins, 1)
             if self._buffer._block != NULL:
-                sub64(&self._buffer._block.core.pins, 1)
+                if not word_state(load64(&self._buffer._block.word)) & FOREIGN:
+                    sub64(&self._buffer._block.core.pins, 1)    # a child counts its own pins only
                 block_unref(self._buffer._block)
 
 
@@ -328,8 +333,11 @@ cdef class Mapping:
     def __repr__(self):
         return f"<zcpool.Mapping {self._mode!r} of {self._buffer!r}>"
 
+    def __reduce__(self):
+        raise TypeError("a mapping cannot be copied or pickled")
+
     def __enter__(self):
-        if self._view is not None:
+        if self._buffer is None or self._view is not None:
             raise ValueError("this mapping is in use: call map() again for another view")
         Buffer_check_visible(self._buffer)
         if "r" in self._mode:
@@ -340,13 +348,22 @@ cdef class Mapping:
         return self._view
 
     def __exit__(self, kind, error, traceback, /):
+        if self._view is None:
+            raise ValueError("this mapping was not entered")
         view, self._view = self._view, None
-        if "w" in self._mode:
-            Buffer_sync(self._buffer, TO_DEVICE)
         try:
-            view.release()
-        except BufferError:
-            pass        # an array was made of the view: it keeps the block, as any view does
+            if "w" in self._mode:
+                Buffer_sync(self._buffer, TO_DEVICE)
+        finally:
+            Mapping_end(view)
+
+
+cdef int Mapping_end(view) except -1:
+    try:
+        view.release()
+    except BufferError:
+        pass        # an array was made of the view: it keeps the block, as any view does
+    return 0
 
 
 # ---- checks ------------------------------------------------------------------------------------------------
@@ -391,39 +408,24 @@ cdef inline bint Buffer_visible(Buffer self) noexcept:
 cdef inline uint64_t Buffer_refs(Buffer self) noexcept:
     return word_refs(load64(&self._block.word)) if self._block != NULL else 0
 
-cdef inline uint64_t Buffer_offset(Buffer self) noexcept:
+cdef inline uint64_t Buffer_offset(Buffer self) noexcept nogil:
     if self._block == NULL:
         return 0
     return <uint64_t>(<uintptr_t>self._block.data - <uintptr_t>self._block.region.data)
 
-cdef object Buffer_array(Buffer self, shape, dtype, offset, strides):
+cdef object Buffer_array(Buffer self, layout):
     import numpy
-    kind = numpy.dtype(dtype)
-    if kind.hasobject:
-        raise ValueError(f"dtype {kind} holds Python objects, which cannot live in a pool's memory")
-    dims = tuple(operator.index(n) for n in shape) if hasattr(shape, "__iter__") else (operator.index(shape),)
-    if any(n < 0 for n in dims):
-        raise ValueError(f"negative dimension in shape {dims}")
-    start = operator.index(offset)
-    if start < 0:
-        raise ValueError(f"offset must not be negative, and is {start}")
-    count = kind.itemsize
-    for n in dims:
-        count *= n          # Python integers: no overflow
-    if strides is None and start + count > self._nbytes:
-        raise ValueError(f"an array of shape {dims} and dtype {kind} at offset {start} needs {start + count} bytes; "
-                         f"the buffer has {self._nbytes}")
-    whole = numpy.frombuffer(self, numpy.uint8) if self._nbytes else numpy.empty(0, numpy.uint8)
-    if strides is None:
-        return whole[start:start + count].view(kind).reshape(dims) if count else numpy.empty(dims, kind)
-    try:
-        return numpy.ndarray(dims, kind, whole, start, strides)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"an array of shape {dims}, dtype {kind}, offset {start} and strides {tuple(strides)} does "
-                         f"not lie inside the buffer's {self._nbytes} bytes") from error
+    layout.check(self._nbytes)
+    if self._nbytes == 0 or 0 in layout.shape:
+        Buffer_check_visible(self)
+        return numpy.empty(layout.shape, layout.dtype)
+    # frombuffer holds a memoryview, and so an export; ndarray(buffer=) alone would let go of it at once.
+    whole = numpy.frombuffer(self, numpy.uint8)
+    return numpy.ndarray(layout.shape, layout.dtype, whole, layout.offset, layout.strides)
 
 cdef object Buffer_handle(Buffer self):
     cdef Backend backend
+    cdef Handle handle
     if self._block == NULL:
         raise ValueError("an empty buffer has no handle")
     backend = <Backend>self._block.core.backend
@@ -432,28 +434,28 @@ cdef object Buffer_handle(Buffer self):
     return handle
 
 cdef int Buffer_sync(Buffer self, int direction) except -1:
+    """Sync a block that this buffer, or a view of it, still keeps; nothing to do for one that went home."""
     cdef Fault fault
     cdef Backend backend
     cdef int failed
-    cdef uint64_t offset = Buffer_offset(self)
     if self._block == NULL:
         return 0
     backend = <Backend>self._block.core.backend
-    if not backend.needs_sync:
+    if not backend.needs_sync or not block_ref(self._block, self._owner):
         return 0
-    fault.call = NULL
-    fault.error = NULL
-    fault.meaning[0] = 0
+    memset(&fault, 0, sizeof(fault))
     with nogil:
-        failed = backend.sync_region(self._block.region, offset, self._nbytes, direction, &fault)
+        failed = backend.sync_region(self._block.region, Buffer_offset(self), self._nbytes, direction, &fault)
+        block_unref(self._block)
     if failed:
         raise fault_error(&fault)
     return 0
 
 cdef Buffer Buffer_copy(Buffer self):
     cdef Buffer copy
-    count_copy(self._nbytes, "DLPack export with copy=True")
+    check_copy(self._nbytes, DLPACK_COPY)
     copy = self._pool.acquire(self._nbytes)
+    count_copy(self._nbytes, DLPACK_COPY)
     memcpy(Buffer_data(copy), Buffer_data(self), self._nbytes)
     return copy
 
@@ -473,8 +475,6 @@ cdef inline void Buffer_close(Buffer self) noexcept:
 cdef int Buffer_wait_for(Buffer self, after) except -1:
     """Give the block a fence's reference. Raises with nothing changed."""
     cdef Fence fence
-    if self._block == NULL:
-        return 0
     if isinstance(after, int) and not isinstance(after, bool):
         return Buffer_wait_for_fd(self, after, False)
     if isinstance(after, Fence):
@@ -494,7 +494,10 @@ cdef int Buffer_wait_for(Buffer self, after) except -1:
                     f"not {type(after).__name__}")
 
 cdef int Buffer_wait_for_fence(Buffer self, Fence fence) except -1:
-    cdef FenceNode* node = fence_node(self._block, -1)
+    cdef FenceNode* node
+    if self._block == NULL:
+        return 0
+    node = fence_node(self._block, -1)
     if node == NULL:
         raise MemoryError("no memory to note the fence; nothing has been released")
     try:
@@ -516,6 +519,10 @@ cdef int Buffer_wait_for_fd(Buffer self, fd, bint duplicate) except -1:
     if wrong == 2:
         raise ValueError(f"the fence fd {fd} is a regular file or a directory, which is always readable: it signals "
                          "nothing. Pass a sync_file, an eventfd or a pipe; nothing has been released")
+    if self._block == NULL:
+        if not duplicate:
+            close(number)               # taken over, with nothing to wait
+        return 0
     if duplicate:
         number = fd_dup(number)
         if number < 0:

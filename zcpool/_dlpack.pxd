@@ -13,6 +13,7 @@ cdef enum:
     DL_UINT = 1
     DL_MAJOR = 1
     DL_MINOR = 0
+    DL_IS_COPIED = 2
 
 
 cdef struct DLDevice:
@@ -82,8 +83,9 @@ cdef inline void tensor_fill(DLTensor* t, Export* e, void* data) noexcept:
     t.shape = &e.shape
     t.strides = &e.stride
 
-cdef inline object dlpack_capsule(Block* block, uint64_t owner, void* data, uint64_t nbytes, bint versioned):
+cdef inline object dlpack_capsule(Block* block, uint64_t owner, uint64_t nbytes, bint versioned, bint copied):
     """Return a capsule; `block` may be NULL (an empty buffer). Raises BufferError when the owner is gone."""
+    cdef void* data = NULL if block == NULL else block.data     # dlpack.h: NULL when there are no elements
     cdef Export* e = <Export*>calloc(1, sizeof(Export))
     if e == NULL:
         raise MemoryError()
@@ -101,6 +103,7 @@ cdef inline object dlpack_capsule(Block* block, uint64_t owner, void* data, uint
     e.versioned.deleter = delete_versioned
     e.versioned.major = DL_MAJOR
     e.versioned.minor = DL_MINOR
+    e.versioned.flags = DL_IS_COPIED if copied else 0
     try:
         if versioned:
             return PyCapsule_New(&e.versioned, "dltensor_versioned", <void (*)(object) noexcept>capsule_end)

@@ -147,3 +147,4 @@ cdef class Fence:
     cdef uintptr_t _waiting     # atomic: SIGNALLED, or a stack of FenceNode
     cdef uint32_t _turn         # atomic, a futex: 1 once set
     cdef uint32_t _fd           # atomic: an eventfd + 1, made on demand
+    cdef int _pid               # whose eventfd it is: a forked child must not signal its parent's

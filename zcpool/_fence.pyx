@@ -29,6 +29,7 @@ cdef extern from *:
         }
     }
     """
+    int getpid() noexcept nogil
     int event_new "zc_event_new"() noexcept nogil
     void event_set "zc_event_set"(int fd) noexcept nogil
 
@@ -66,6 +67,9 @@ cdef class Fence:
         if lost:
             warn_lost(lost)     # made an error by a filter, it is reported as unraisable
 
+    def __reduce__(self):
+        raise TypeError("a fence cannot be copied or pickled")
+
     def __repr__(self):
         if self.is_set():
             return "<zcpool.Fence set>"
@@ -77,7 +81,7 @@ cdef class Fence:
             fence_signal(&self._waiting)
             store32_release(&self._turn, 1)
             futex_wake_all(&self._turn)
-            if load32_seq(&self._fd):
+            if load32_seq(&self._fd) and self._pid == getpid():
                 event_set(<int>load32_seq(&self._fd) - 1)
 
     def is_set(self):
@@ -100,7 +104,10 @@ cdef class Fence:
         cdef int64_t deadline = -1
         cdef int64_t left = -1
         if timeout is not None:
-            deadline = now_ns() + <int64_t>(max(0.0, min(float(timeout), 1e9)) * 1e9)
+            seconds = float(timeout)
+            if seconds != seconds:
+                raise ValueError("timeout must be a number of seconds or None, not nan")
+            deadline = now_ns() + <int64_t>(max(0.0, min(seconds, 1e9)) * 1e9)
         while not load32_seq(&self._turn):
             if deadline >= 0:
                 left = deadline - now_ns()
@@ -119,10 +126,14 @@ cdef class Fence:
         """
         cdef uint32_t none = 0
         cdef int fd
+        if load32_seq(&self._fd) and self._pid != getpid():
+            close(<int>load32_seq(&self._fd) - 1)   # a forked child's copy of the parent's
+            store32_release(&self._fd, 0)
         if not load32_seq(&self._fd):
             fd = event_new()
             if fd < 0:
                 PyErr_SetFromErrno(OSError)
+            self._pid = getpid()
             if not cas32(&self._fd, &none, <uint32_t>fd + 1):
                 close(fd)
         fd = <int>load32_seq(&self._fd) - 1
@@ -134,5 +145,5 @@ cdef class Fence:
 cdef int warn_lost(int blocks) except -1:
     warnings.warn(
         f"a Fence was dropped without having been set; {blocks} block(s) wait for it and stay retired",
-        ResourceWarning, stacklevel=2)
+        ResourceWarning, stacklevel=1)   # Cython has no frame: 1 is who dropped it
     return 0

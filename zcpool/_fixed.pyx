@@ -49,6 +49,9 @@ cdef class FixedPool:
         self.nbytes = size
         self.count = number
 
+    def __reduce__(self):
+        raise TypeError("a pool cannot be copied or pickled")
+
     def __enter__(self):
         return self
 

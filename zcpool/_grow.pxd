@@ -1,6 +1,6 @@
 # Growing: a region is counted against the limits by compare-and-swap, then the backend is called with no lock
 # held, then the region is put in under core.lock. Between the first and the last the caller is "in flight".
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from zcpool._arena cimport region_begin
@@ -9,14 +9,17 @@ from zcpool._block cimport Block, Region
 from zcpool._carve cimport block_make, carve
 from zcpool._core cimport Core, lend, lent_total
 from zcpool._freelist cimport FreeList
-from zcpool._reclaim cimport RECENT, arenas_trim, core_unlock, flight_end, list_oldest, list_trim, region_free, \
+from zcpool._process cimport process
+from zcpool._reclaim cimport arenas_trim, core_unlock, flight_end, list_oldest, list_trim, region_free, \
     region_link, region_unlink, regions_free, reserved_note
 from zcpool._request cimport BACKEND_FAILED, LIMIT_BYTES, LIMIT_HANDLES, NO_DESCRIPTORS, Request
 from zcpool._sizes cimport SMALL, round_up
 
 cdef enum:
     FIRST_ARENA = 256 << 10     # bytes; arenas double from here to the configured size
-    RETAIN = 64 << 20           # bytes cached before stale lists are given back on a miss
+    RETAIN = 64 << 20           # bytes that may be cached, or a quarter of the recent peak, before lists go that
+    RECENT_OVER = 16            # nothing was taken from for so many misses;
+    RECENT = 64                 # and misses before one goes at a new peak of reserved bytes
 
 
 cdef inline uint64_t arena_size(Core* core, uint64_t least) noexcept nogil:
@@ -31,22 +34,31 @@ cdef inline uint64_t arena_size(Core* core, uint64_t least) noexcept nogil:
     return least if nbytes < least else round_up(nbytes, core.granule)
 
 cdef inline bint make_room(Core* core, uint64_t nbytes) noexcept nogil:
-    """Give back lists nothing has been taken from for long, before the pool grows to a new peak."""
+    """Give back lists nothing has been taken from for long, before the pool grows.
+
+    A loop whose sizes recur within a few misses keeps them all, however large: it shall call no backend.
+    """
     cdef Region* chain = NULL
     cdef FreeList* blocks
     cdef uint64_t cached, lent
     cdef uint64_t given = 0
+    cdef uint64_t goal = 0
+    cdef uint32_t age = RECENT
     mutex_lock(&core.lock)
     lent = lent_total(core)
     core.recent_peak = max(lent, core.recent_peak - core.recent_peak // 64)
     cached = core.carved_bytes - lent if core.carved_bytes > lent else 0
-    if (load64(&core.reserved) + nbytes > load64(&core.counters.peak_reserved_total)
-            or cached > max(<uint64_t>RETAIN, core.recent_peak // 4)):
-        while given < nbytes:
-            blocks = list_oldest(core, RECENT, False)
-            if blocks == NULL:
-                break
-            given += list_trim(core, blocks, blocks.made - blocks.floor, &chain)
+    if load64(&core.reserved) + nbytes > load64(&core.counters.peak_reserved_total):
+        goal = nbytes
+    if cached + nbytes > max(<uint64_t>RETAIN, core.recent_peak // 4):
+        age = RECENT_OVER
+        goal = max(goal, cached + nbytes - max(<uint64_t>RETAIN, core.recent_peak // 4))
+    while given < goal:
+        blocks = list_oldest(core, age, False)
+        if blocks == NULL:
+            break
+        given += list_trim(core, blocks, blocks.made - blocks.floor, &chain)
+    if given:
         arenas_trim(core, True, &chain)
     core_unlock(core)
     regions_free(core, chain, True)
@@ -109,6 +121,7 @@ cdef inline bint count_up(uint64_t* sum_, uint64_t more, uint64_t limit) noexcep
 cdef inline Region* region_call(Core* core, Request* rq, uint64_t nbytes) noexcept nogil:
     """Call the backend, with no lock held."""
     cdef Region* r = <Region*>calloc(1, sizeof(Region))
+    cdef uint32_t forks = process.generation
     if r == NULL:
         rq.reason = NO_DESCRIPTORS
         return NULL
@@ -119,11 +132,24 @@ cdef inline Region* region_call(Core* core, Request* rq, uint64_t nbytes) noexce
     if core.ops.allocate(core.head.backend, r, nbytes, max(core.region_alignment, rq.alignment), &rq.fault) != 0:
         rq.reason = BACKEND_FAILED
         free(r)
+        r = NULL
+    if forks != process.generation:
+        # The backend forked, and this is the child: its books are empty, and know nothing of this flight.
+        add32(&core.inflight, 1)
+        add64(&core.handles, 1)
+        add64(&core.reserved, nbytes)
+    if r == NULL:
         return NULL
-    if r.nbytes < nbytes:
-        r.nbytes = nbytes
+    r.nbytes = max(r.nbytes, nbytes)
     add64(&core.counters.backend_allocations[r.bucket], 1)
-    return r
+    if count_up(&core.reserved, r.nbytes - nbytes, core.max_bytes):
+        r.asked = r.nbytes
+        return r
+    rq.reason = LIMIT_BYTES     # the backend gave more than was asked, and more than may be
+    core.ops.free(core.head.backend, r)
+    add64(&core.counters.backend_frees[r.bucket], 1)
+    free(r)
+    return NULL
 
 cdef inline Block* region_insert(Core* core, Request* rq, Region* r) noexcept nogil:
     """Put a fresh region into the pool and take a block of it."""

@@ -137,6 +137,8 @@ cdef inline int chores(void* unused) noexcept:
             deferred_free(core)
             if load32_seq(&core.head.gate.flags) & ORPHAN:
                 fences_poll(core)
+                if load64_seq(&core.fences.pending):
+                    store32(&process.python_work, 1)    # nobody else will look at them
         core_bury(core)
     return 0
 

@@ -5,12 +5,12 @@
 # Each step is tried before the next costs more.
 from libc.stdint cimport uint32_t, uint64_t
 
-from zcpool._atomics cimport add32, add64, load32, load32_seq, load64, load64_seq, mutex_lock
+from zcpool._atomics cimport add32, add64, load32, load32_seq, load64, load64_seq, mutex_lock, store32
 from zcpool._block cimport CLOSED, DEBUG, FIXED, FROZEN, Block, Region
 from zcpool._carve cimport cache_ensure, carve
-from zcpool._core cimport Core, hand_out, lent_total, take_shared
+from zcpool._core cimport Core, hand_out, home_of, lent_total, take_shared
 from zcpool._debug cimport block_arm
-from zcpool._fence cimport FenceNode, nodes_look, queue_take
+from zcpool._fence cimport FENCE_BATCH, FenceNode, nodes_look, queue_take
 from zcpool._freelist cimport FreeList
 from zcpool._grow cimport arena_size, make_room, region_get, region_insert
 from zcpool._reclaim cimport arenas_trim, caches_flush, core_unlock, fences_end, fences_return, flight_end, \
@@ -59,14 +59,18 @@ cdef inline Block* find(Core* core, Request* rq) noexcept nogil:
         cache_ensure(core)
         if rq.carve and not load32(&core.head.gate.flags) & FIXED:
             b = carve(core, rq)
-        if b == NULL and rq.kind == 0 and rq.cls < SMALL_CLASSES:
-            b = steal(core, rq.cls)
-        elif b == NULL:
-            b = take_shared(core, rq.kind, rq.cls)
+        if b == NULL:
+            b = take_anywhere(core, rq.kind, rq.cls)
         if b == NULL and rq.cls + 1 < CLASSES:
-            b = take_shared(core, rq.kind, rq.cls + 1)
+            b = take_anywhere(core, rq.kind, rq.cls + 1)
         core_unlock(core)
     return b
+
+cdef inline Block* take_anywhere(Core* core, int kind, int cls) noexcept nogil:
+    """Take a free block of a class, also from other threads' caches. Under core.lock."""
+    if kind == 0 and cls < SMALL_CLASSES:
+        return steal(core, cls)
+    return take_shared(core, kind, cls)
 
 cdef inline bint refused(Core* core, Request* rq) noexcept nogil:
     """Say whether the backend may not be asked."""
@@ -113,6 +117,13 @@ cdef inline void fences_poll(Core* core) noexcept nogil:
     core_unlock(core)
     flight_end(core, fences_end(core, batch, seen, n))
 
+cdef inline void fences_poll_all(Core* core) noexcept nogil:
+    """Look at every fence once: before a request fails, not on the way of one that succeeds."""
+    cdef uint64_t batches = load64_seq(&core.fences.pending) // FENCE_BATCH
+    while batches:
+        fences_poll(core)
+        batches -= 1
+
 cdef inline uint64_t core_trim(Core* core, uint64_t keep_bytes) noexcept nogil:
     """Give cached memory back to the backend until at most `keep_bytes` are cached; return bytes given back."""
     cdef Region* chain = NULL
@@ -153,6 +164,7 @@ cdef inline Block* core_miss(Core* core, Request* rq) noexcept nogil:
         add32(&core.epoch, 1)
         b = miss_try(core, rq)
         if b == NULL and may_help(core, rq):
+            fences_poll_all(core)
             core_trim(core, cached_without(core, rq.capacity))      # first what was used longest ago
             b = miss_try(core, rq)
         if b == NULL and may_help(core, rq):
@@ -165,7 +177,9 @@ cdef inline Block* core_miss(Core* core, Request* rq) noexcept nogil:
 
 cdef inline bint may_help(Core* core, Request* rq) noexcept nogil:
     """Say whether giving memory back, or just another try, can change the outcome."""
-    return (rq.reason == LIMIT_BYTES or rq.reason == LIMIT_HANDLES or rq.reason == NO_DESCRIPTORS
+    return (rq.reason == ALL_IN_USE and load64(&core.fences.pending) > FENCE_BATCH
+            or rq.reason == IS_FROZEN and load64(&core.fences.pending) > FENCE_BATCH
+            or rq.reason == LIMIT_BYTES or rq.reason == LIMIT_HANDLES or rq.reason == NO_DESCRIPTORS
             or (rq.reason == BACKEND_FAILED and not rq.fault.final))
 
 cdef inline uint64_t cached_without(Core* core, uint64_t nbytes) noexcept nogil:
@@ -176,6 +190,7 @@ cdef inline uint64_t cached_without(Core* core, uint64_t nbytes) noexcept nogil:
 
 cdef inline Block* serve(Core* core, Request* rq, Block* b) noexcept nogil:
     add64(&core.counters.acquires[b.bucket], 1)
+    store32(&home_of(b).stamp, load32(&core.epoch))
     hand_out(b, rq.nbytes, rq.state)
     if load32(&core.head.gate.flags) & DEBUG:
         block_arm(b, load32(&core.head.gate.flags), &core.faults)

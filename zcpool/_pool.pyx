@@ -13,7 +13,7 @@ from zcpool._core cimport Core, core_take
 from zcpool._door cimport Api, door_fill, door_pool
 from zcpool._life cimport chores, core_close, core_new, core_orphan, life_begin
 from zcpool._miss cimport core_miss, core_trim, fences_poll
-from zcpool._process cimport chores_due, descriptor
+from zcpool._process cimport chores_due, descriptor, process
 from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, \
     NO_DESCRIPTORS, TOO_LARGE, Request, request_init
 from zcpool._reserve cimport core_reserve
@@ -28,11 +28,13 @@ import os
 import sys
 import warnings
 import weakref
+from threading import get_ident
 
 from zcpool import _registry
 from zcpool._explain import out_of_memory_text
 from zcpool._stats import BucketStats, PoolStats
 from zcpool._units import format_bytes, parse_bytes
+from zcpool._views import array_layout
 from zcpool.errors import OutOfMemory, PoolError
 
 __all__ = ["Pool"]
@@ -192,15 +194,8 @@ cdef class Pool:
         numpy.ndarray
             Its contents are undefined. The block goes home when the array and all its views are gone.
         """
-        import numpy
-        kind = numpy.dtype(dtype)
-        dims = tuple(map(operator.index, shape)) if hasattr(shape, "__iter__") else (operator.index(shape),)
-        nbytes = kind.itemsize
-        for n in dims:
-            if n < 0:
-                raise ValueError(f"negative dimension in shape {dims}")
-            nbytes *= n         # a Python integer: it cannot overflow
-        return self.acquire(nbytes).array(dims, kind)
+        layout = array_layout(shape, dtype)
+        return self.acquire(layout.nbytes).array(layout.shape, layout.dtype)
 
     def reserve(self, nbytes, count=1, *, alignment=None, bint exclusive=False, bint touch=False):
         """Make blocks ahead, so that acquiring them makes no backend call.
@@ -327,7 +322,7 @@ cdef class Pool:
 class State:
     """What the slow paths of a pool need of Python."""
 
-    __slots__ = ("alignment", "backend", "name", "on_pressure", "origins")
+    __slots__ = ("alignment", "backend", "name", "on_pressure", "origins", "pressed", "told")
     numbers = itertools.count()
 
     def __init__(self, backend, name, alignment, on_pressure):
@@ -336,6 +331,8 @@ class State:
         self.alignment = alignment
         self.on_pressure = on_pressure
         self.origins = {} if debug_wanted() else None   # by block: the line that acquired it
+        self.pressed = set()                            # threads that are inside on_pressure
+        self.told = False                               # of leaks
 
 
 cdef int Pool_open(Pool self, Backend backend, uint64_t alignment, uint64_t limit, uint64_t handles, uint64_t arena,
@@ -474,16 +471,31 @@ cdef Block* Pool_find(Pool self, Request* rq, int64_t timeout) except? NULL:
         with nogil:
             block = core_miss(core, rq)
     if block == NULL and self._state.on_pressure is not None and may_retry(rq):
-        drop_error(rq)
-        self._state.on_pressure(self, rq.nbytes)
-        Pool_chores()
-        with nogil:
-            block = core_miss(core, rq)
+        if Pool_press(self, rq):
+            with nogil:
+                block = core_miss(core, rq)
     if block == NULL and timeout != 0 and may_retry(rq):
         block = Pool_wait(self, rq, timeout)
     if block != NULL:
         drop_error(rq)
     return block
+
+cdef bint Pool_press(Pool self, Request* rq) except -1:
+    """Call on_pressure, unless this thread is inside it already; say whether it was called."""
+    thread = get_ident()
+    if thread in self._state.pressed:
+        return False
+    drop_error(rq)
+    self._state.pressed.add(thread)
+    try:
+        self._state.on_pressure(self, rq.nbytes)
+    except BaseException:
+        add64(&self._core.counters.failures[rq.bucket], 1)
+        raise
+    finally:
+        self._state.pressed.discard(thread)
+    Pool_chores()
+    return True
 
 cdef inline bint may_retry(Request* rq) noexcept:
     return rq.reason != IS_CLOSED and rq.reason != TOO_LARGE and not (
@@ -499,6 +511,7 @@ cdef Block* Pool_wait(Pool self, Request* rq, int64_t timeout) except? NULL:
     cdef Block* block = NULL
     cdef int64_t deadline = now_ns() + timeout
     cdef int64_t left = -1
+    cdef uint32_t forks = process.generation
     cdef int slot
     with nogil:
         slot = wait_begin(core)
@@ -517,6 +530,9 @@ cdef Block* Pool_wait(Pool self, Request* rq, int64_t timeout) except? NULL:
                 wait_some(core, slot, left)
             Pool_chores()
             PyErr_CheckSignals()
+            if forks != process.generation:     # a handler forked, and this is the child: the slot is the parent's
+                forks = process.generation
+                slot = wait_begin(core)
     finally:
         with nogil:
             wait_end(core, slot)
@@ -626,7 +642,7 @@ cdef int Pool_debug(Pool self, Block* block) except -1:
     self._state.origins[block.index] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     text = Pool_fault(self._core)
     if text:
-        warnings.warn(f"pool {self.name!r}: {text}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"pool {self.name!r}: {text}", RuntimeWarning, stacklevel=1)   # Cython has no frame
     return 0
 
 cdef str Pool_fault(Core* core):
@@ -646,6 +662,9 @@ cdef str Pool_fault(Core* core):
 cdef int Pool_warn_of_leaks(Pool self) except -1:
     """Warn when a pool ends while C code, pins or bindings hold blocks, and when memory was written wrongly."""
     cdef uint64_t held = load64(&self._core.head.pins)
+    if self._state is None or self._state.told:
+        return 0
+    self._state.told = True
     text = Pool_fault(self._core)
     if text:
         warnings.warn(f"pool {self._state.name!r}: {text}", RuntimeWarning, source=self)
@@ -677,7 +696,6 @@ def warn_at_exit():
     cdef Pool pool
     for pool in list(live_pools):
         Pool_warn_of_leaks(pool)
-        pool._core.head.pins = 0   # said once
 
 
 # ---- the C door --------------------------------------------------------------------------------------------------

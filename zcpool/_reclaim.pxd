@@ -15,12 +15,8 @@ from zcpool._core cimport KINDS
 from zcpool._fence cimport POLLNVAL, FenceNode, close, queue_append
 from zcpool._freelist cimport INDEX_MASK, FreeList, block_at, cache_get, cache_spill, next_of, pop_all, \
     push_chain
-from zcpool._process cimport call_python, slots_wake
+from zcpool._process cimport call_python, process, slots_wake
 from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES
-
-cdef enum:
-    RECENT = 64             # misses: a list used within so many is not trimmed by itself
-
 
 # ---- thread caches -------------------------------------------------------------------------------------
 
@@ -154,9 +150,13 @@ cdef inline uint64_t regions_free(Core* core, Region* chain, bint may_run_python
 
 cdef inline void region_free(Core* core, Region* r) noexcept nogil:
     cdef uint64_t nbytes = r.asked
+    cdef uint32_t forks = process.generation
     add64(&core.counters.backend_frees[r.bucket], 1)
     core.ops.free(core.head.backend, r)
     free(r)
+    if forks != process.generation:
+        add32(&core.inflight, 1)    # the backend forked, and this is the child: its books know nothing of this
+        return
     sub64(&core.reserved, nbytes)
     sub64(&core.handles, 1)
 

@@ -2,16 +2,17 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from zcpool._atomics cimport load32, mutex_lock
-from zcpool._block cimport CLOSED, FROZEN, VISIBLE, Block, Region
+from zcpool._block cimport CLOSED, FIXED, VISIBLE, Block, Region
 from zcpool._core cimport Core, list_of
 from zcpool._freelist cimport FreeList, next_of, pop_all, push_chain, set_next
 from zcpool._arena cimport region_begin
 from zcpool._carve cimport block_make, carve_one
 from zcpool._grow cimport arena_size, region_get
+from zcpool._miss cimport refused
 from zcpool._reclaim cimport arenas_trim, caches_flush, core_unlock, flight_end, lists_trim, region_link, \
     regions_free, reserved_note
-from zcpool._request cimport BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, NO_DESCRIPTORS, \
-    TOO_LARGE, Request, kind_ensure
+from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, LIMIT_BYTES, LIMIT_HANDLES, NO_DESCRIPTORS, \
+    Request, kind_ensure
 
 cdef enum:
     TOUCH_STEP = 4096       # bytes: the smallest page
@@ -30,6 +31,12 @@ cdef inline bint core_reserve(Core* core, Request* rq, uint64_t count, bint touc
     cdef bint helped = False
     new.first = new.last = NULL
     new.count = 0
+    if load32(&core.head.gate.flags) & CLOSED:
+        rq.reason = IS_CLOSED
+        return False
+    if load32(&core.head.gate.flags) & FIXED:
+        rq.reason = ALL_IN_USE
+        return False
     if core.lists[rq.kind] == NULL and not kind_ensure(core, rq.kind):
         rq.reason = NO_DESCRIPTORS
         return False
@@ -87,11 +94,7 @@ cdef inline bint prepare(Core* core, Request* rq, uint64_t wanted, Prepared* new
         if new.count != had:
             return True
         nbytes = max(arena_size(core, rq.capacity), min(core.arena_bytes // rq.capacity, wanted) * rq.capacity)
-    if load32(&core.head.gate.flags) & (CLOSED | FROZEN):
-        rq.reason = IS_CLOSED if load32(&core.head.gate.flags) & CLOSED else IS_FROZEN
-        return False
-    if rq.capacity > core.largest_region or (core.max_bytes and rq.capacity > core.max_bytes):
-        rq.reason = TOO_LARGE
+    if refused(core, rq):
         return False
     r = region_get(core, rq, nbytes, rq.capacity)
     if r == NULL:

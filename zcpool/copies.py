@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from zcpool.errors import PoolError
 
-__all__ = ["CopyCount", "copies", "count_copy", "require_zero_copy", "reset_copies"]
+__all__ = ["CopyCount", "check_copy", "copies", "count_copy", "require_zero_copy", "reset_copies"]
 
 _lock = threading.Lock()  # guards _reasons; nothing but dictionary work happens under it
 _reasons: dict[str, list[int]] = {}
@@ -70,8 +70,27 @@ def require_zero_copy() -> Iterator[None]:
         _forbidden.reset(token)
 
 
+def check_copy(nbytes: int, reason: str) -> None:
+    """Refuse a copy under `require_zero_copy`, before anything is done for it.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes to be copied.
+    reason : str
+        Why there is no way around it, in a few words.
+
+    Raises
+    ------
+    PoolError
+        Under `require_zero_copy`.
+    """
+    if _forbidden.get():
+        raise PoolError(f"a copy of {nbytes} bytes was needed ({reason}), and require_zero_copy() forbids it")
+
+
 def count_copy(nbytes: int, reason: str) -> None:
-    """Count a copy that is about to be made.
+    """Count a copy.
 
     Parameters
     ----------
@@ -85,8 +104,7 @@ def count_copy(nbytes: int, reason: str) -> None:
     PoolError
         Under `require_zero_copy`; nothing has been copied or counted then.
     """
-    if _forbidden.get():
-        raise PoolError(f"a copy of {nbytes} bytes was needed ({reason}), and require_zero_copy() forbids it")
+    check_copy(nbytes, reason)
     with _lock:
         entry = _reasons.setdefault(reason, [0, 0])
         entry[0] += 1
