@@ -18,7 +18,7 @@ from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, L
     NO_DESCRIPTORS, TOO_LARGE, Request, request_init
 from zcpool._reserve cimport core_reserve
 from zcpool._sizes cimport GRANULE, class_bytes, largest_request
-from zcpool._stats cimport BucketSums, core_sums
+from zcpool._stats cimport BucketSums, core_held, core_sums
 from zcpool._wait cimport wait_begin, wait_end, wait_some
 
 import atexit
@@ -661,10 +661,13 @@ cdef str Pool_fault(Core* core):
 
 cdef int Pool_warn_of_leaks(Pool self) except -1:
     """Warn when a pool ends while C code, pins or bindings hold blocks, and when memory was written wrongly."""
-    cdef uint64_t held = load64(&self._core.head.pins)
+    cdef Core* core = self._core
+    cdef uint64_t held
     if self._state is None or self._state.told:
         return 0
     self._state.told = True
+    with nogil:
+        held = core_held(core)
     text = Pool_fault(self._core)
     if text:
         warnings.warn(f"pool {self._state.name!r}: {text}", RuntimeWarning, source=self)

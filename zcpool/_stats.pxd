@@ -4,7 +4,8 @@
 from libc.stdint cimport uint64_t
 
 from zcpool._atomics cimport load64, mutex_lock
-from zcpool._block cimport CACHED, FOREIGN, RETIRED, SPAN, Block, Region, ThreadCache, word_state
+from zcpool._block cimport CACHED, FOREIGN, HELD, RETIRED, SPAN, Block, Region, ThreadCache, word_refs, \
+    word_state
 from zcpool._core cimport Core, peak_note
 from zcpool._freelist cimport cold
 from zcpool._reclaim cimport core_unlock
@@ -38,6 +39,27 @@ cdef inline void count_block(Block* b, BucketSums* s) noexcept nogil:
         s.in_use_bytes += b.capacity
         s.in_use_blocks += 1
         s.requested_bytes += min(load64(&b.requested), b.capacity)
+
+cdef inline uint64_t core_held(Core* core) noexcept nogil:
+    """Count the blocks that C callers, pins and bindings hold. The GIL is released; takes core.lock."""
+    cdef Region* r
+    cdef Block* b
+    cdef uint64_t word
+    cdef uint64_t held = 0
+    cdef uint64_t pins = load64(&core.head.pins)
+    mutex_lock(&core.lock)
+    r = core.regions
+    while r != NULL:
+        b = r.first
+        while b != NULL:
+            word = load64(&b.word)
+            if word_state(word) == HELD:
+                held += 1
+                pins -= min(pins, word_refs(word))      # pins of a held block are not counted again
+            b = cold(b).right
+        r = r.next
+    core_unlock(core)
+    return held + pins
 
 cdef inline void core_sums(Core* core, BucketSums* sums) noexcept nogil:
     """Fill four BucketSums (zeroed by the caller). The GIL is released; takes core.lock."""
