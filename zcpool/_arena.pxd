@@ -72,7 +72,6 @@ cdef inline void piece_make(Region* r, Block* b, void* data, uint64_t nbytes) no
     b.core = r.core
     b.data = data
     b.capacity = nbytes
-    cold(b).handle = 0
     cold(b).wiped = 0
 
 cdef inline void piece_after(Block* b, Block* left) noexcept nogil:
@@ -190,7 +189,6 @@ cdef inline void arena_join(Region* r, Block* b) noexcept nogil:
     cdef Block* left = cold(b).left
     cdef Block* right = cold(b).right
     r.carved_bytes -= b.capacity
-    cold(b).handle = 0
     cold(b).wiped = 0
     block_set(b, SPAN)
     if right != NULL and is_span(right):

@@ -100,7 +100,7 @@ cdef class PythonBackend(Backend):
     ----------
     name : str, default the class's name
     granularity, alignment : int, default 64
-        Bytes, powers of two.
+        Bytes, powers of two. Pools use 64 at least.
     max_alignment : int, default `alignment`
         Bytes, a power of two.
     largest_region : int, optional
@@ -172,28 +172,25 @@ cdef class PythonBackend(Backend):
                 PythonBackend_allocate(self, region, nbytes, alignment)
                 return 0
             except BaseException as error:
-                fault_set(fault, b"allocate", ENOMEM, isinstance(error, MemoryError), error)
+                fault_set(fault, b"allocate", ENOMEM if isinstance(error, MemoryError) else 0,
+                          isinstance(error, MemoryError), error)
                 return -1
 
     cdef void free_region(self, Region* region) noexcept nogil:
         with gil:
             if is_finalizing():
                 return      # modules are being torn down, and the process takes the memory back
-            memory = PythonBackend_memory(region)
-            PyBuffer_Release(<Py_buffer*>region.cookie)
-            free(region.cookie)
-            region.cookie = NULL
-            self.free(memory)   # an exception here has nowhere to go: Cython reports it as unraisable
+            PythonBackend_free(self, region)    # an exception has nowhere to go: it is reported as unraisable
 
     cdef int sync_region(self, Region* region, uint64_t offset, uint64_t nbytes, int direction,
                          Fault* fault) noexcept nogil:
         with gil:
             try:
-                self.sync(PythonBackend_memory(region), offset, nbytes,
+                self.sync(<object>(<PythonMemory*>region.cookie).memory, offset, nbytes,
                           "to_device" if direction == TO_DEVICE else "from_device")
                 return 0
             except BaseException as error:
-                fault_set(fault, b"sync", EINVAL, False, error)
+                fault_set(fault, b"sync", 0, False, error)
                 return -1
 
 
@@ -209,7 +206,7 @@ cdef class Handle:
     offset, nbytes : int
         Where the block lies in the region, bytes.
     owner : Buffer
-        Keeps the memory alive.
+        Keeps the buffer object, though not its block after `release`.
     """
 
     def __init__(self):
@@ -243,30 +240,45 @@ cdef int call_sync(Backend backend, Region* region, uint64_t offset, uint64_t nb
 
 # ---- helpers -----------------------------------------------------------------------------------------------
 
+cdef struct PythonMemory:
+    Py_buffer view
+    PyObject* memory            # what allocate() returned, owned
+
+
 cdef int PythonBackend_allocate(PythonBackend self, Region* region, uint64_t nbytes, uint64_t alignment) except -1:
-    cdef Py_buffer* view = <Py_buffer*>malloc(sizeof(Py_buffer))
-    if view == NULL:
+    cdef PythonMemory* kept = <PythonMemory*>malloc(sizeof(PythonMemory))
+    if kept == NULL:
         raise MemoryError()
     try:
-        PyObject_GetBuffer(self.allocate(nbytes, alignment), view, PyBUF_WRITABLE)
+        memory = self.allocate(nbytes, alignment)
+        PyObject_GetBuffer(memory, &kept.view, PyBUF_WRITABLE)
     except BaseException:
-        free(view)
+        free(kept)
         raise
-    if <uint64_t>view.len < nbytes or <uintptr_t>view.buf & (alignment - 1):
-        text = (f"allocate({nbytes}, {alignment}) returned {view.len} bytes at {<uintptr_t>view.buf:#x}: "
+    if <uint64_t>kept.view.len < nbytes or <uintptr_t>kept.view.buf & (alignment - 1):
+        text = (f"allocate({nbytes}, {alignment}) returned {kept.view.len} bytes at {<uintptr_t>kept.view.buf:#x}: "
                 "too few or misaligned")
-        PyBuffer_Release(view)
-        free(view)
+        PyBuffer_Release(&kept.view)
+        free(kept)
         raise ValueError(text)
-    region.data = view.buf
-    region.nbytes = view.len
+    Py_INCREF(memory)
+    kept.memory = <PyObject*>memory
+    region.data = kept.view.buf
+    region.nbytes = kept.view.len
     region.fd = -1
-    region.cookie = view
+    region.cookie = kept
     return 0
 
 
-cdef object PythonBackend_memory(Region* region):
-    return <object>(<Py_buffer*>region.cookie).obj
+cdef int PythonBackend_free(PythonBackend self, Region* region) except -1:
+    cdef PythonMemory* kept = <PythonMemory*>region.cookie
+    memory = <object>kept.memory
+    Py_DECREF(memory)
+    PyBuffer_Release(&kept.view)
+    free(kept)
+    region.cookie = NULL
+    self.free(memory)
+    return 0
 
 
 cdef void fault_set(Fault* fault, const char* call, int code, bint no_memory, object error) noexcept:

@@ -22,7 +22,7 @@
 # block with references becomes RETIRED by compare-and-swap; the thread that takes away the last reference of a
 # RETIRED block owns it and sends it home. The generation moves on when the block goes home, so that a token
 # dies with its block.
-from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
 from zcpool._atomics cimport cas64, load64, load64_acquire, store64, sub64
 
@@ -97,11 +97,11 @@ cdef extern from "zcpool.h" nogil:
 
 
 cdef struct Cold:
-    # Slow-path half of a descriptor, guarded by core.lock except handle (set by compare-and-swap).
+    # Slow-path half of a descriptor, guarded by core.lock.
     Block* left             # neighbours by address in the arena
     Block* right
-    uintptr_t handle        # the backend's handle for this piece, made once, dropped with the piece
-    uint64_t wiped          # debug: the free block holds the pattern
+    uint64_t wiped          # debug: the free block holds the pattern; written by whoever holds the block
+    uint64_t unused
 
 
 ctypedef void (*block_fn)(CoreHead* core, Block* block) noexcept nogil
@@ -129,6 +129,7 @@ cdef enum:
     PYTHON_BACKEND = 64     # regions are freed from Python entry points only
     ORPHAN = 128            # the Pool object is gone
     VISIBLE = 256           # the CPU sees the memory
+    NEEDS_SYNC = 512        # the memory is not coherent
     SLOW_ACQUIRE = 1 | 2    # these take acquire off the hot path, and these take release past the thread caches
     SLOW_RELEASE = 1 | 2 | 4
 

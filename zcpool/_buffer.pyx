@@ -9,7 +9,7 @@ from libc.string cimport memcpy, memset
 
 from zcpool._atomics cimport add32, add64, claim, fd_check, fd_dup, likely, load32, load64, sub32, sub64, unlikely
 from zcpool._backend cimport FROM_DEVICE, TO_DEVICE, Backend, Fault, Handle, fault_error
-from zcpool._block cimport CLOSED, FOREIGN, VISIBLE, Block, block_ref, block_unref, word_refs, word_state
+from zcpool._block cimport FOREIGN, VISIBLE, block_ref, block_unref, word_refs, word_state
 from zcpool._dlpack cimport dlpack_capsule
 from zcpool._fence cimport Fence, FenceNode, FenceQueue, close, fence_attach, fence_node, queue_push
 
@@ -21,7 +21,12 @@ from zcpool.copies import check_copy, count_copy
 
 __all__ = ["Buffer", "Mapping", "Pin"]
 
-cdef char EMPTY[64]             # what an empty buffer points at
+cdef extern from *:
+    """
+    static char zc_empty[64] __attribute__((aligned(64)));      /* what an empty buffer points at */
+    """
+    char* EMPTY "zc_empty"
+
 cdef str DLPACK_COPY = "DLPack export with copy=True"
 cdef tuple BUCKETS = ("small", "medium", "large", "huge")
 
@@ -380,7 +385,7 @@ cdef inline int Buffer_check(Buffer self) except -1:
 cdef inline int Buffer_check_visible(Buffer self) except -1:
     Buffer_check(self)
     if unlikely(not Buffer_visible(self)):
-        raise BufferError("the CPU does not see this memory: use map(), or hand the handle() to the device")
+        raise BufferError("the CPU does not see this memory: hand the handle() to the device")
     return 0
 
 cdef int Buffer_check_unused(Buffer self) except -1:
@@ -441,7 +446,11 @@ cdef int Buffer_sync(Buffer self, int direction) except -1:
     if self._block == NULL:
         return 0
     backend = <Backend>self._block.core.backend
-    if not backend.needs_sync or not block_ref(self._block, self._owner):
+    if not backend.needs_sync:
+        return 0
+    if word_state(load64(&self._block.word)) & FOREIGN and not backend.survives_fork:
+        return 0        # a map that the parent left open
+    if not block_ref(self._block, self._owner):
         return 0
     memset(&fault, 0, sizeof(fault))
     with nogil:
@@ -464,13 +473,8 @@ cdef Buffer Buffer_copy(Buffer self):
 
 cdef inline void Buffer_close(Buffer self) noexcept:
     """End the ownership, once. Never fails, waits or allocates; also inside garbage collection."""
-    cdef Block* b = self._block
-    if claim(&self._open) and likely(b != NULL):
-        if unlikely(load32(&b.core.gate.flags) & CLOSED):
-            with nogil:     # the region may go back to the backend
-                b.core.release(b.core, b)
-        else:
-            b.core.release(b.core, b)
+    if claim(&self._open) and likely(self._block != NULL):
+        self._block.core.release(self._block.core, self._block)
 
 cdef int Buffer_wait_for(Buffer self, after) except -1:
     """Give the block a fence's reference. Raises with nothing changed."""

@@ -6,10 +6,10 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdio cimport snprintf
 from libc.string cimport memset
 
-from zcpool._atomics cimport add64, fd_check, likely, load32, load32_acquire, load64, now_ns, sub64, unlikely
+from zcpool._atomics cimport add64, cas64, fd_check, likely, load32, load32_acquire, load64, now_ns, sub64, unlikely
 from zcpool._backend cimport Fault
-from zcpool._block cimport GEN_SHIFT, HELD, RETIRED, Block, Region, ThreadCache, block_ref, block_unref, word_owned, \
-    word_refs, word_state
+from zcpool._block cimport DEBUG, GEN_SHIFT, HELD, NEEDS_SYNC, RETIRED, Block, Region, ThreadCache, block_ref, \
+    block_unref, word_make, word_owned, word_refs, word_state
 from zcpool._core cimport Core, core_release, core_take
 from zcpool._fence cimport FenceNode, fence_node, queue_push
 from zcpool._freelist cimport INDEX_MASK, block_at
@@ -191,8 +191,21 @@ cdef inline int door_release(uint64_t token) noexcept nogil:
     cdef Block* b = door_block(token)
     if unlikely(b == NULL or word_state(load64(&b.word)) != HELD):
         return say("token %llx is stale, or of a block that a Buffer owns: nothing was released", token)
+    if unlikely(load32(&b.core.gate.flags) & DEBUG):
+        return door_release_once(b, token)
     core_release(b.core, b)
     return 0
+
+cdef inline int door_release_once(Block* b, uint64_t token) noexcept nogil:
+    """Release in debug mode: of two threads that race with one token, one is refused, at the price of two locked
+    instructions.
+    """
+    cdef uint64_t seen = load64(&b.word)
+    while (seen >> GEN_SHIFT) == (token >> GEN_SHIFT) and word_state(seen) == HELD:
+        if cas64(&b.word, &seen, word_make(seen, RETIRED) | (word_refs(seen) + 1)):
+            block_unref(b)
+            return 0
+    return say("token %llx was released by two threads at once: the second was refused", token)
 
 cdef inline int door_release_after(uint64_t token, int fd) noexcept nogil:
     cdef Block* b = door_block(token)
@@ -248,15 +261,20 @@ cdef inline int door_sync(uint64_t token, int direction) noexcept nogil:
     cdef Block* b = door_block(token)
     cdef Fault fault
     cdef Core* core
+    cdef void* left
+    cdef int failed
     if b == NULL:
         return say("token %llx is stale: nothing was synced", token)
     if direction != ZC_TO_DEVICE and direction != ZC_FROM_DEVICE:
         return say("direction %llu is neither ZC_TO_DEVICE nor ZC_FROM_DEVICE", <uint64_t>direction)
     core = <Core*>b.core
+    if not load32(&core.head.gate.flags) & NEEDS_SYNC:
+        return 0
     memset(&fault, 0, sizeof(fault))
-    if core.ops.sync(core.head.backend, b.region, offset_of(b), load64(&b.requested), direction, &fault):
-        return say_fault(&fault)
-    return 0
+    left = gil_leave()
+    failed = core.ops.sync(core.head.backend, b.region, offset_of(b), load64(&b.requested), direction, &fault)
+    gil_return(left)
+    return say_fault(&fault) if failed else 0
 
 cdef inline int door_stats(uint64_t pool, DoorStats* out) noexcept nogil:
     cdef Core* core = door_core(pool)

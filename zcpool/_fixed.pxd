@@ -1,5 +1,5 @@
 # FixedPool: all blocks made at once, none ever given back.
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
 from zcpool._pool cimport Pool
 
@@ -9,3 +9,5 @@ cdef class FixedPool:
     cdef Pool _pool
     cdef readonly uint64_t nbytes
     cdef readonly uint64_t count
+    cdef uint32_t _forks        # one more than the forks the process had behind it when the blocks were made
+    cdef dict _fills            # by forks: the lock under which they are made

@@ -1,9 +1,9 @@
 """A pool of a fixed number of blocks of one size."""
 
-
-from zcpool._pool cimport Pool, Pool_fix, Pool_take
+from zcpool._pool cimport Pool, Pool_forks, Pool_found, Pool_take
 
 import operator
+from threading import RLock
 
 from zcpool._units import format_bytes, parse_bytes
 from zcpool.errors import Exhausted, PoolError
@@ -42,12 +42,11 @@ cdef class FixedPool:
         unknown = {"max_bytes", "max_handles", "on_pressure"} & set(options)
         if unknown:
             raise TypeError(f"a FixedPool has no {', '.join(sorted(unknown))}: its size is fixed")
-        pool = Pool(backend, **options)
-        pool.reserve(size, number)
-        Pool_fix(pool)
-        self._pool = pool
+        self._pool = Pool(backend, **options)
         self.nbytes = size
         self.count = number
+        self._fills = {}
+        FixedPool_fill(self)
 
     def __reduce__(self):
         raise TypeError("a pool cannot be copied or pickled")
@@ -76,7 +75,10 @@ cdef class FixedPool:
         Exhausted
             When all blocks are in use.
         """
-        return Pool_take(FixedPool_pool(self), self.nbytes, timeout, Exhausted)
+        cdef Pool pool = FixedPool_pool(self)
+        if self._forks != Pool_forks() + 1:
+            FixedPool_fill(self)        # a forked child starts with none of its parent's blocks
+        return Pool_take(pool, self.nbytes, timeout, Exhausted)
 
     def close(self):
         """Stop acquires and give back free blocks; live ones follow when they are released."""
@@ -95,6 +97,20 @@ cdef class FixedPool:
     def closed(self):
         """Whether `close` has been called."""
         return FixedPool_pool(self).closed
+
+
+cdef int FixedPool_fill(FixedPool self) except -1:
+    """Make the blocks, once in each process.
+
+    The lock guards that; the backend is called under it, which may be Python, so it can be taken again by the same
+    thread. A lock for each generation of forks: the last one may have been held by a thread that is not here.
+    """
+    cdef uint32_t forks = Pool_forks()
+    with self._fills.setdefault(forks, RLock()):
+        if self._forks != forks + 1:
+            Pool_found(self._pool, self.nbytes, self.count)
+            self._forks = forks + 1
+    return 0
 
 
 cdef inline Pool FixedPool_pool(FixedPool self):

@@ -135,8 +135,8 @@ cdef inline void descriptor_give(Block* b) noexcept nogil:
 #
 # A cache belongs to one thread and one pool. Its trylock is taken by the owner with one exchange for each
 # operation; when that fails, a visitor (limits, trim, reserve, close, a waiter) is looking through it, and
-# the owner goes to the shared list instead of waiting. Inside the lock nothing waits, allocates or runs
-# Python. Order of locks: core.lock before caches, never the other way.
+# the owner goes to the shared list instead of waiting. Inside the lock nothing runs Python or waits, but for
+# memory for descriptors on the miss path. Order of locks: core.lock before caches, never the other way.
 
 cdef enum:
     CACHE_SLOTS = 31                # blocks of a class at most; batches of half of it

@@ -75,6 +75,7 @@ cdef inline Region* region_get(Core* core, Request* rq, uint64_t nbytes, uint64_
                 return r
             sub64(&core.reserved, nbytes)
             sub64(&core.handles, 1)
+            rq.landed += 1
             flight_end(core, True)
             if nbytes == least or rq.reason != BACKEND_FAILED or not rq.fault.no_memory:
                 return NULL

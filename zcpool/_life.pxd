@@ -4,9 +4,9 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
 from zcpool._atomics cimport and32, load32, load32_seq, load64_seq, loadptr, mutex_lock, mutex_unlock, or32, \
-    spinlock, store32, swap32, swapptr, tryunlock
+    spinlock, store32, store32_release, swap32, swapptr, tryunlock
 from zcpool._backend cimport Backend
-from zcpool._block cimport CLOSED, FOREIGN, FROZEN, ORPHAN, PYTHON_BACKEND, RETIRED, STATE_SHIFT, VISIBLE, \
+from zcpool._block cimport CLOSED, FOREIGN, FROZEN, NEEDS_SYNC, ORPHAN, PYTHON_BACKEND, RETIRED, STATE_SHIFT, VISIBLE, \
     ThreadCache, WAITERS, Block, Region, word_owned, word_state
 from zcpool._core cimport KINDS, Core, core_put, core_release
 from zcpool._freelist cimport INDEX_MASK
@@ -41,7 +41,7 @@ cdef inline Core* core_take_over() noexcept nogil:
         core.head.id = process.n_pools
         core.taken = 1
         process.pools[process.n_pools] = core
-        store32(&process.n_pools, process.n_pools + 1)
+        store32_release(&process.n_pools, process.n_pools + 1)     # pairs with door_core: the entry is there
     mutex_unlock(&process.pools_lock)
     return core
 
@@ -89,6 +89,8 @@ cdef inline Core* core_new(Backend backend, uint64_t granule, uint32_t flags) ex
     core.head.backend = <void*>backend
     if backend.cpu_visible:
         flags |= VISIBLE
+    if backend.needs_sync:
+        flags |= NEEDS_SYNC
     if backend.python:
         flags |= PYTHON_BACKEND
     store32(&core.head.gate.flags, flags)

@@ -3,9 +3,9 @@
 #   poll fences -> list -> arena -> other threads' caches -> next class -> give back what is stale -> backend
 #
 # Each step is tried before the next costs more.
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from zcpool._atomics cimport add32, add64, load32, load32_seq, load64, load64_seq, mutex_lock, store32
+from zcpool._atomics cimport add32, add64, load32, load32_seq, load64, load64_seq, loadptr_acquire, mutex_lock, store32
 from zcpool._block cimport CLOSED, DEBUG, FIXED, FROZEN, Block, Region
 from zcpool._carve cimport cache_ensure, carve
 from zcpool._core cimport Core, hand_out, home_of, lent_total, take_shared
@@ -37,6 +37,7 @@ cdef inline Block* miss_try(Core* core, Request* rq) noexcept nogil:
     while True:
         fences_poll(core)
         landed = load32_seq(&core.landed)
+        rq.landed = 0
         if load32_seq(&core.head.gate.flags) & CLOSED:
             rq.reason = IS_CLOSED
             return NULL
@@ -45,7 +46,7 @@ cdef inline Block* miss_try(Core* core, Request* rq) noexcept nogil:
             b = grow(core, rq)
         if b != NULL or (rq.reason != LIMIT_BYTES and rq.reason != LIMIT_HANDLES):
             return b
-        if landed == load32_seq(&core.landed):
+        if landed + rq.landed == load32_seq(&core.landed):
             if load32_seq(&core.inflight) == 0 or waits == MAX_WAITS:
                 return NULL
             waits += 1
@@ -75,7 +76,7 @@ cdef inline Block* take_anywhere(Core* core, int kind, int cls) noexcept nogil:
 cdef inline bint refused(Core* core, Request* rq) noexcept nogil:
     """Say whether the backend may not be asked."""
     cdef uint32_t flags = load32_seq(&core.head.gate.flags)
-    if flags & FIXED:
+    if flags & FIXED and not rq.founding:
         rq.reason = ALL_IN_USE
     elif flags & FROZEN:
         rq.reason = IS_FROZEN
@@ -155,7 +156,7 @@ cdef inline Block* core_miss(Core* core, Request* rq) noexcept nogil:
     """
     cdef Block* b = NULL
     rq.reason = NONE
-    if core.lists[rq.kind] == NULL and not kind_ensure(core, rq.kind):
+    if loadptr_acquire(<uintptr_t*>&core.lists[rq.kind]) == 0 and not kind_ensure(core, rq.kind):
         rq.reason = NO_DESCRIPTORS
         return NULL
     if not load32_seq(&core.head.gate.flags) & CLOSED:
@@ -167,7 +168,7 @@ cdef inline Block* core_miss(Core* core, Request* rq) noexcept nogil:
             fences_poll_all(core)
             core_trim(core, cached_without(core, rq.capacity))      # first what was used longest ago
             b = miss_try(core, rq)
-        if b == NULL and may_help(core, rq):
+        if b == NULL and may_help(core, rq) and (rq.reason != BACKEND_FAILED or rq.fault.no_memory):
             core_trim(core, 0)
             b = miss_try(core, rq)
         if b == NULL:

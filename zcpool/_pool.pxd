@@ -1,5 +1,5 @@
 # Pool: the bucketed allocator. A public class holds one opaque pointer: its size is ABI for those who cimport.
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
 from zcpool._core cimport Core
 
@@ -11,4 +11,5 @@ cdef class Pool:
 
 
 cdef object Pool_take(Pool self, uint64_t nbytes, timeout, kind)
-cdef int Pool_fix(Pool self) except -1
+cdef int Pool_found(Pool self, uint64_t nbytes, uint64_t count) except -1
+cdef uint32_t Pool_forks() noexcept

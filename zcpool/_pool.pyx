@@ -67,7 +67,8 @@ cdef class Pool:
     arena_bytes : int or str, default "4MiB"
         The size arenas grow to; the first is small.
     arena_buckets : {"small", "medium", "large", "all", "none"}, default "small"
-        Up to which bucket blocks are carved from arenas.
+        Up to which bucket blocks are carved from arenas; blocks larger than `arena_bytes` are regions of their own
+        all the same.
     zero_on_release : bool, default False
         Overwrite memory with zeros when it is released.
     on_pressure : callable, optional
@@ -219,7 +220,7 @@ cdef class Pool:
         number = operator.index(count)
         if number < 0:
             raise ValueError(f"count must not be negative, and is {number}")
-        Pool_reserve(self, nbytes, number, alignment, exclusive, touch)
+        Pool_reserve(self, nbytes, number, alignment, exclusive, touch, False)
 
     def trim(self, keep_bytes=0):
         """Give cached memory back to the backend.
@@ -232,7 +233,7 @@ cdef class Pool:
         Returns
         -------
         int
-            Bytes given back. A frozen pool gives back nothing.
+            Bytes given back. A frozen pool, and that of a `FixedPool`, gives back nothing.
         """
         cdef uint64_t keep = min(parse_bytes(keep_bytes, "keep_bytes"), largest_request())
         cdef uint64_t given
@@ -400,10 +401,13 @@ cdef object Pool_take(Pool self, uint64_t nbytes, timeout, kind):
         return buf
     return Pool_acquire(self, nbytes, None, False, timeout, kind)
 
-cdef int Pool_fix(Pool self) except -1:
-    """Let the pool never grow or shrink again. For FixedPool."""
+cdef int Pool_found(Pool self, uint64_t nbytes, uint64_t count) except -1:
+    """Make the blocks of a FixedPool, and let the pool never grow or shrink by itself."""
     or32(&Pool_core(self).head.gate.flags, FIXED)
-    return 0
+    return Pool_reserve(self, nbytes, count, None, False, False, True)
+
+cdef uint32_t Pool_forks() noexcept:
+    return process.generation
 
 cdef object Pool_acquire(Pool self, nbytes, alignment, bint exclusive, timeout, kind):
     """Acquire the slow way: odd arguments, misses, pressure, waiting."""
@@ -533,11 +537,14 @@ cdef Block* Pool_wait(Pool self, Request* rq, int64_t timeout) except? NULL:
             if forks != process.generation:     # a handler forked, and this is the child: the slot is the parent's
                 forks = process.generation
                 slot = wait_begin(core)
+    except BaseException:
+        drop_error(rq)      # a signal's handler ended the wait
+        raise
     finally:
         with nogil:
             wait_end(core, slot)
 
-cdef int Pool_reserve(Pool self, nbytes, count, alignment, bint exclusive, bint touch) except -1:
+cdef int Pool_reserve(Pool self, nbytes, count, alignment, bint exclusive, bint touch, bint founding) except -1:
     cdef Core* core = Pool_core(self)
     cdef Request rq
     cdef uint64_t number = min(count, 1 << 24)
@@ -546,6 +553,7 @@ cdef int Pool_reserve(Pool self, nbytes, count, alignment, bint exclusive, bint 
     if size == 0 or number == 0:
         return 0
     Pool_request(self, &rq, size, alignment, exclusive)
+    rq.founding = founding
     if rq.reason != TOO_LARGE:
         Pool_chores()
         with nogil:

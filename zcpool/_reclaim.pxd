@@ -15,7 +15,7 @@ from zcpool._core cimport KINDS
 from zcpool._fence cimport POLLNVAL, FenceNode, close, queue_append
 from zcpool._freelist cimport INDEX_MASK, FreeList, block_at, cache_get, cache_spill, next_of, pop_all, \
     push_chain
-from zcpool._process cimport call_python, process, slots_wake
+from zcpool._process cimport call_python, gil_leave, gil_return, process, slots_wake
 from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES
 
 # ---- thread caches -------------------------------------------------------------------------------------
@@ -280,6 +280,7 @@ cdef inline void arenas_trim(Core* core, bint keep_one, Region** chain) noexcept
 cdef inline void core_drain(Core* core) noexcept nogil:
     """Give back what came home to a closed pool. Whoever holds the lock does it for those who cannot."""
     cdef Region* chain
+    cdef void* left
     or32(&core.dirty, 1)
     while load32_seq(&core.dirty) and mutex_trylock(&core.lock):
         swap32(&core.dirty, 0)
@@ -287,7 +288,10 @@ cdef inline void core_drain(Core* core) noexcept nogil:
         lists_trim(core, NULL, &chain)
         arenas_trim(core, False, &chain)
         mutex_unlock(&core.lock)
-        regions_free(core, chain, False)
+        if chain != NULL or load32_seq(&core.head.gate.flags) & ORPHAN:
+            left = gil_leave()      # the last view of a closed pool may end with the GIL: a free may take long
+            regions_free(core, chain, False)
+            gil_return(left)
 
 cdef inline void core_unlock(Core* core) noexcept nogil:
     mutex_unlock(&core.lock)

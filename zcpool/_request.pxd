@@ -1,5 +1,5 @@
 # What is asked of a pool: its class, its kind, where its block comes from, and why it failed.
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
 from zcpool._atomics cimport mutex_lock, storeptr_release
@@ -32,7 +32,9 @@ cdef struct Request:
     int bucket
     bint carve                  # from arenas
     int state                   # what the block becomes: IN_USE or HELD
+    bint founding               # a FixedPool makes its own blocks
     Reason reason               # why it failed
+    uint32_t landed             # flights of its own that ended in vain: they are no news to itself
     Fault fault                 # what the backend said, when it was the backend
 
 

@@ -1,7 +1,7 @@
 # Preparing a pool: blocks made ahead, so that the loop that follows makes no backend call.
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from zcpool._atomics cimport load32, mutex_lock
+from zcpool._atomics cimport load32, loadptr_acquire, mutex_lock
 from zcpool._block cimport CLOSED, FIXED, VISIBLE, Block, Region
 from zcpool._core cimport Core, list_of
 from zcpool._freelist cimport FreeList, next_of, pop_all, push_chain, set_next
@@ -34,10 +34,10 @@ cdef inline bint core_reserve(Core* core, Request* rq, uint64_t count, bint touc
     if load32(&core.head.gate.flags) & CLOSED:
         rq.reason = IS_CLOSED
         return False
-    if load32(&core.head.gate.flags) & FIXED:
+    if load32(&core.head.gate.flags) & FIXED and not rq.founding:
         rq.reason = ALL_IN_USE
         return False
-    if core.lists[rq.kind] == NULL and not kind_ensure(core, rq.kind):
+    if loadptr_acquire(<uintptr_t*>&core.lists[rq.kind]) == 0 and not kind_ensure(core, rq.kind):
         rq.reason = NO_DESCRIPTORS
         return False
     have = count_free(core, rq, count)

@@ -28,7 +28,8 @@ class BucketStats:
     retired_bytes, retired_blocks : int
         Released, but waiting for exports, pins, bindings or a fence.
     slack_bytes : int
-        Bytes of arenas that are not carved into blocks (counted with the small bucket).
+        Bytes of regions that are not carved into blocks: of arenas (counted with the small bucket), and what a
+        backend gave beyond what was asked.
     reserved_bytes : int
         All bytes held from the backend.
     peak_in_use_bytes, peak_reserved_bytes : int

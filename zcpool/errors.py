@@ -30,7 +30,7 @@ class BackendError(PoolError):
     call : str
         The backend's function, as its vendor names it.
     code : int
-        What it returned.
+        What it returned; 0 where it returns no code.
     meaning : str
         What that means, and what to do.
     """
@@ -42,7 +42,8 @@ class BackendError(PoolError):
         self.meaning = meaning
 
     def __str__(self) -> str:
-        return f"{self.call} failed with {self.code}" + (f": {self.meaning}" if self.meaning else "")
+        code = f" with {self.code}" if self.code else ""
+        return f"{self.call} failed{code}" + (f": {self.meaning}" if self.meaning else "")
 
 
 class BackendUnavailable(BackendError):
