@@ -103,6 +103,13 @@ static inline int zc_claim(uint32_t *flag)
 #endif
 }
 
+/* The interpreter is being torn down: modules lose their contents, and nobody reads warnings any more. */
+#if defined(PY_VERSION_HEX) && PY_VERSION_HEX >= 0x030D0000
+#define zc_is_finalizing() Py_IsFinalizing()
+#else
+#define zc_is_finalizing() _Py_IsFinalizing()
+#endif
+
 /* ---- a futex lock: 0 free, 1 held, 2 held and somebody sleeps (Drepper, "Futexes are tricky") ------ */
 
 static inline void zc_futex_wait(uint32_t *word, uint32_t seen, int64_t timeout_ns)

@@ -37,6 +37,7 @@ cdef extern from "_atomics.h" nogil:
     uintptr_t swapptr "zc_swap_ptr"(uintptr_t* p, uintptr_t v) noexcept
     bint casptr "zc_cas_ptr"(uintptr_t* p, uintptr_t* expected, uintptr_t desired) noexcept
 
+    bint is_finalizing "zc_is_finalizing"() noexcept
     bint claim "zc_claim"(uint32_t* flag) noexcept
 
     bint trylock "zc_trylock"(uint32_t* lock) noexcept

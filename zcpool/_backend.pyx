@@ -6,17 +6,9 @@ from libc.errno cimport EINVAL, ENOMEM
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
-from zcpool.errors import BackendError
+from zcpool._atomics cimport is_finalizing
 
-cdef extern from *:
-    """
-    #if PY_VERSION_HEX >= 0x030D0000
-    #define zc_is_finalizing Py_IsFinalizing
-    #else
-    #define zc_is_finalizing _Py_IsFinalizing
-    #endif
-    """
-    bint is_finalizing "zc_is_finalizing"() noexcept
+from zcpool.errors import BackendError
 
 __all__ = ["Backend", "Handle", "PythonBackend"]
 

@@ -105,16 +105,17 @@ cdef struct Cold:
 
 
 ctypedef void (*block_fn)(CoreHead* core, Block* block) noexcept nogil
+ctypedef void (*wait_fn)(CoreHead* core, void* fence_node) noexcept nogil
 
 
 cdef struct CoreHead "zc_core":
     # The part of a pool's control block that modules above and beside the pool may see.
     block_fn release        # "I am done": home, or retired while references live
     block_fn go_home        # the block has no owner and no references: take it back
+    wait_fn wait_for        # let a block wait for an fd: takes a FenceNode, whose reference the block has already
     Gate gate
     uint32_t id
     void* backend           # the Backend; the control block holds a reference while regions live
-    void* fences            # the FenceQueue
     uint64_t pins           # atomic: blocks that pins and bindings hold; a pool that ends with some warns
 
 

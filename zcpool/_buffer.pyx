@@ -7,11 +7,12 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 
-from zcpool._atomics cimport add32, add64, claim, fd_check, fd_dup, likely, load32, load64, sub32, sub64, unlikely
+from zcpool._atomics cimport add32, add64, claim, fd_check, fd_dup, is_finalizing, likely, load32, load64, sub32, \
+    sub64, unlikely
 from zcpool._backend cimport FROM_DEVICE, TO_DEVICE, Backend, Fault, Handle, fault_error
 from zcpool._block cimport FOREIGN, VISIBLE, block_ref, block_unref, word_refs, word_state
 from zcpool._dlpack cimport dlpack_capsule
-from zcpool._fence cimport Fence, FenceNode, FenceQueue, close, fence_attach, fence_node, queue_push
+from zcpool._fence cimport Fence, FenceNode, close, fence_attach, fence_node
 
 import warnings
 
@@ -311,7 +312,7 @@ cdef class Pin:
         self.release()
 
     def __del__(self):
-        if self._held:
+        if self._held and not is_finalizing():
             warnings.warn(f"{self!r} was dropped without release(): its block stays pinned", ResourceWarning,
                           stacklevel=1, source=self)   # Cython has no frame: 1 is who dropped it
 
@@ -541,7 +542,7 @@ cdef int Buffer_wait_for_fd(Buffer self, fd, bint duplicate) except -1:
         if duplicate:
             close(number)
         raise
-    queue_push(<FenceQueue*>self._block.core.fences, node)
+    self._block.core.wait_for(self._block.core, node)
     return 0
 
 cdef object Buffer_repr(Buffer self):

@@ -13,7 +13,7 @@ from zcpool._block cimport CLOSED, DEBUG, FOREIGN, SLOW_ACQUIRE, SLOW_RELEASE, W
     CoreHead, Region, block_renew, block_retire, word_make, word_refs, word_state
 from zcpool._backend cimport BackendOps
 from zcpool._debug cimport FaultLog, block_wipe
-from zcpool._fence cimport FenceQueue
+from zcpool._fence cimport FenceNode, FenceQueue, queue_push
 from zcpool._freelist cimport FreeList, cache_get, cache_put, cache_refill, cache_spill, pop, push_chain
 from zcpool._process cimport slots_wake, thread_cache
 from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES, class_of, round_up
@@ -210,6 +210,12 @@ cdef inline void core_put(CoreHead* head, Block* b) noexcept nogil:
                 return
             tryunlock(&c.lock)
     put_shared(core, b)
+
+cdef inline void core_wait_for(CoreHead* head, void* fence_node) noexcept nogil:
+    """Let a block wait for an fd. Who waits for memory meanwhile is told, to wait for this fd, too."""
+    queue_push(&(<Core*>head).fences, <FenceNode*>fence_node)
+    if unlikely(load32_seq(&head.gate.flags) & WAITERS):
+        slots_wake(load64_seq(&(<Core*>head).wait_mask))
 
 cdef inline void core_release(CoreHead* head, Block* b) noexcept nogil:
     """End the ownership of a block: home at once, or retired while references live."""

@@ -92,7 +92,7 @@ cdef inline object dlpack_capsule(Block* block, uint64_t owner, uint64_t nbytes,
     if block != NULL:
         if not block_ref(block, owner):
             free(e)
-            raise BufferError("the buffer was released")
+            raise BufferError("the buffer was released, or a million views of it live")
         e.block = block
     e.shape = <int64_t>nbytes
     e.stride = 1

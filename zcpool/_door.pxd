@@ -4,17 +4,18 @@
 # memory that is never freed, and are compared with what lies there before anything is believed.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdio cimport snprintf
+from libc.stdlib cimport free
 from libc.string cimport memset
 
 from zcpool._atomics cimport add64, cas64, fd_check, likely, load32, load32_acquire, load64, now_ns, sub64, unlikely
-from zcpool._backend cimport Fault
-from zcpool._block cimport DEBUG, GEN_SHIFT, HELD, NEEDS_SYNC, RETIRED, Block, Region, ThreadCache, block_ref, \
-    block_unref, word_make, word_owned, word_refs, word_state
+from zcpool._backend cimport Fault, fault_error
+from zcpool._block cimport DEBUG, FOREIGN, GEN_SHIFT, HELD, NEEDS_SYNC, RETIRED, Block, Region, ThreadCache, \
+    block_ref, block_unref, word_make, word_owned, word_refs, word_state
 from zcpool._core cimport Core, core_release, core_take
-from zcpool._fence cimport FenceNode, fence_node, queue_push
+from zcpool._fence cimport FenceNode, fence_node
 from zcpool._freelist cimport INDEX_MASK, block_at
 from zcpool._arena cimport offset_of
-from zcpool._miss cimport core_miss, core_trim, fences_poll
+from zcpool._miss cimport cache_of, core_miss, core_trim, fences_poll
 from zcpool._process cimport CHUNK, POOLS, error_text, gil_leave, gil_return, process, thread_cache
 from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, TOO_LARGE, \
     Request, request_init
@@ -75,7 +76,7 @@ cdef inline Core* door_core(uint64_t pool) noexcept nogil:
     if unlikely(id_ >= load32_acquire(&process.n_pools)):
         return NULL
     core = <Core*>process.pools[id_]
-    return core if likely(load32(&core.head.gate.serial) == <uint32_t>(pool >> ID_BITS)) else NULL
+    return core if likely(load32(&core.head.gate.serial) == pool >> ID_BITS) else NULL
 
 cdef inline Block* door_block(uint64_t token) noexcept nogil:
     """Return the block of a token that is owned or retired; NULL for a stale one."""
@@ -94,10 +95,23 @@ cdef inline int say(const char* text, uint64_t value) noexcept nogil:
     snprintf(error_text(), 256, text, <unsigned long long>value)
     return -1
 
+cdef inline void fault_tell(Fault* fault) noexcept with gil:
+    """Put the text of the Python exception of a fault in place of its meaning, and let the exception go."""
+    cdef bytes text
+    try:
+        error = fault_error(fault)
+        cause = getattr(error, "__cause__", None) or error
+        text = f"{type(cause).__name__}: {cause}".encode("utf-8", "replace")
+    except BaseException:
+        text = b"an exception without a text"
+    snprintf(fault.meaning, sizeof(fault.meaning), "%s", <const char*>text)
+
 cdef inline int say_fault(Fault* fault) noexcept nogil:
     cdef const char* call = fault.call
     if call == NULL:
         call = "the backend"
+    if fault.error != NULL:
+        fault_tell(fault)
     snprintf(error_text(), 256, "%s failed with %d: %s", call, fault.code, fault.meaning)
     return -1
 
@@ -137,6 +151,8 @@ cdef inline const Block* door_acquire_with(uint64_t pool, size_t nbytes, size_t 
     if b == NULL:
         add64(&core.counters.failures[rq.bucket], 1)
         door_explain(&rq)
+    if rq.fault.error != NULL:
+        fault_tell(&rq.fault)       # of a try that another one made good, or that was not the last word
     return b
 
 cdef inline Block* door_wait(Core* core, Request* rq, int64_t timeout_ns) noexcept nogil:
@@ -174,15 +190,17 @@ cdef inline void door_explain(Request* rq) noexcept nogil:
 
 cdef inline ThreadCache* door_cache(uint64_t pool) noexcept nogil:
     cdef Core* core = door_core(pool)
-    cdef const Block* b
+    cdef ThreadCache* c
+    cdef void* left
     if core == NULL:
         say("pool %llx has ended, or never was", pool)
         return NULL
-    if thread_cache(core.head.id) == NULL:
-        b = door_acquire_with(pool, 1, 0, 0, 0)     # a thread's first acquire makes its cache
-        if b != NULL:
-            core_release(&core.head, <Block*>b)
-    return <ThreadCache*>thread_cache(core.head.id)
+    left = gil_leave()
+    c = cache_of(core)
+    gil_return(left)
+    if c == NULL:
+        say("no memory for a cache of pool %llx", pool)
+    return c
 
 
 # ---- release ---------------------------------------------------------------------------------------------------
@@ -217,8 +235,10 @@ cdef inline int door_release_after(uint64_t token, int fd) noexcept nogil:
     node = fence_node(b, fd)
     if node == NULL:
         return say("no memory to note fence fd %lld: nothing was released", fd)
-    block_ref(b, token)
-    queue_push(&(<Core*>b.core).fences, node)
+    if not block_ref(b, token):
+        free(node)
+        return say("token %llx is stale, or has a million references: nothing was released", token)
+    b.core.wait_for(b.core, node)
     core_release(b.core, b)
     return 0
 
@@ -231,7 +251,7 @@ cdef inline int door_pin(uint64_t token) noexcept nogil:
 
 cdef inline int door_unpin(uint64_t token) noexcept nogil:
     cdef Block* b = door_block(token)
-    if b == NULL or not word_refs(load64(&b.word)):
+    if b == NULL or word_state(load64(&b.word)) & FOREIGN or not word_refs(load64(&b.word)):
         return say("token %llx is stale, or not pinned", token)
     sub64(&b.core.pins, 1)
     block_unref(b)

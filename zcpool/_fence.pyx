@@ -4,7 +4,8 @@ from cpython.exc cimport PyErr_CheckSignals, PyErr_SetFromErrno
 from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from libc.stdlib cimport free
 
-from zcpool._atomics cimport cas32, futex_wait, futex_wake_all, load32_seq, loadptr_acquire, now_ns, store32_release
+from zcpool._atomics cimport cas32, futex_wait, futex_wake_all, is_finalizing, load32_seq, loadptr_acquire, now_ns, \
+    store32_release
 from zcpool._fence cimport SIGNALLED, FenceNode, close, fence_signal
 
 import warnings
@@ -64,7 +65,7 @@ cdef class Fence:
                 lost += 1
         if self._fd:
             close(<int>self._fd - 1)
-        if lost:
+        if lost and not is_finalizing():
             warn_lost(lost)     # made an error by a filter, it is reported as unraisable
 
     def __reduce__(self):

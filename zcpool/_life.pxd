@@ -3,12 +3,12 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
-from zcpool._atomics cimport and32, load32, load32_seq, load64_seq, loadptr, mutex_lock, mutex_unlock, or32, \
-    spinlock, store32, store32_release, swap32, swapptr, tryunlock
+from zcpool._atomics cimport and32, load32, load32_seq, load64_seq, loadptr, mutex_lock, mutex_unlock, or32, spinlock, \
+    store32, store32_release, swap32, swapptr, tryunlock
 from zcpool._backend cimport Backend
 from zcpool._block cimport CLOSED, FOREIGN, FROZEN, NEEDS_SYNC, ORPHAN, PYTHON_BACKEND, RETIRED, STATE_SHIFT, VISIBLE, \
     ThreadCache, WAITERS, Block, Region, word_owned, word_state
-from zcpool._core cimport KINDS, Core, core_put, core_release
+from zcpool._core cimport KINDS, Core, core_put, core_release, core_wait_for
 from zcpool._freelist cimport INDEX_MASK
 from zcpool._miss cimport fences_poll
 from zcpool._process cimport CHUNK, POOLS, descriptor, process, process_start, slots_wake, thread_id
@@ -80,7 +80,7 @@ cdef inline Core* core_new(Backend backend, uint64_t granule, uint32_t flags) ex
     core.drain = core_drain
     core.head.release = core_release
     core.head.go_home = core_put
-    core.head.fences = &core.fences
+    core.head.wait_for = core_wait_for
     core.head.pins = 0
     with nogil:
         core_set_granule(core, granule)
@@ -133,6 +133,7 @@ cdef inline int chores(void* unused) noexcept:
     cdef uint32_t i
     cdef Core* core
     swap32(&process.python_work, 0)
+    swap32(&process.orphans, 0)
     for i in range(load32(&process.n_pools)):
         core = <Core*>process.pools[i]
         with nogil:
@@ -140,7 +141,7 @@ cdef inline int chores(void* unused) noexcept:
             if load32_seq(&core.head.gate.flags) & ORPHAN:
                 fences_poll(core)
                 if load64_seq(&core.fences.pending):
-                    store32(&process.python_work, 1)    # nobody else will look at them
+                    store32(&process.orphans, 1)        # nobody else will look at them
         core_bury(core)
     return 0
 
@@ -159,6 +160,7 @@ cdef inline void core_orphan(Core* core) noexcept:
     """The Pool object is gone (with the GIL)."""
     with nogil:
         core_close(core)
+        store32(&core.head.gate.serial, core.head.gate.serial + 1)      # the pool's number dies with it
         or32(&core.head.gate.flags, ORPHAN)
     chores(NULL)
 

@@ -5,14 +5,16 @@
 # Each step is tried before the next costs more.
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from zcpool._atomics cimport add32, add64, load32, load32_seq, load64, load64_seq, loadptr_acquire, mutex_lock, store32
-from zcpool._block cimport CLOSED, DEBUG, FIXED, FROZEN, Block, Region
+from zcpool._atomics cimport add32, add64, load32, load32_seq, load64, load64_seq, loadptr_acquire, mutex_lock, \
+    store32, unlikely
+from zcpool._block cimport CLOSED, DEBUG, FIXED, FROZEN, Block, Region, ThreadCache
 from zcpool._carve cimport cache_ensure, carve
 from zcpool._core cimport Core, hand_out, home_of, lent_total, take_shared
 from zcpool._debug cimport block_arm
 from zcpool._fence cimport FENCE_BATCH, FenceNode, nodes_look, queue_take
 from zcpool._freelist cimport FreeList
 from zcpool._grow cimport arena_size, make_room, region_get, region_insert
+from zcpool._process cimport thread_cache
 from zcpool._reclaim cimport arenas_trim, caches_flush, core_unlock, fences_end, fences_return, flight_end, \
     flight_wait, list_bytes, list_oldest, list_trim, lists_trim, regions_free, steal
 from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, \
@@ -57,7 +59,6 @@ cdef inline Block* find(Core* core, Request* rq) noexcept nogil:
     cdef Block* b = take_shared(core, rq.kind, rq.cls)
     if b == NULL:
         mutex_lock(&core.lock)
-        cache_ensure(core)
         if rq.carve and not load32(&core.head.gate.flags) & FIXED:
             b = carve(core, rq)
         if b == NULL:
@@ -149,6 +150,14 @@ cdef inline uint64_t core_trim(Core* core, uint64_t keep_bytes) noexcept nogil:
 
 # ---- the whole way ---------------------------------------------------------------------------------------
 
+cdef inline ThreadCache* cache_of(Core* core) noexcept nogil:
+    """Return the calling thread's cache, made if need be. Not with the GIL."""
+    if unlikely(thread_cache(core.head.id) == NULL):
+        mutex_lock(&core.lock)
+        cache_ensure(core)
+        core_unlock(core)
+    return <ThreadCache*>thread_cache(core.head.id)
+
 cdef inline Block* core_miss(Core* core, Request* rq) noexcept nogil:
     """Serve a request by every means the pool has of its own, or return NULL with rq.reason.
 
@@ -156,6 +165,7 @@ cdef inline Block* core_miss(Core* core, Request* rq) noexcept nogil:
     """
     cdef Block* b = NULL
     rq.reason = NONE
+    cache_of(core)
     if loadptr_acquire(<uintptr_t*>&core.lists[rq.kind]) == 0 and not kind_ensure(core, rq.kind):
         rq.reason = NO_DESCRIPTORS
         return NULL

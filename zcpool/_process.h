@@ -52,6 +52,7 @@ static struct {
     int slot_fd[ZC_SLOTS];      /* eventfds, made on demand, kept for the process */
     uint64_t free_descriptors __attribute__((aligned(64))); /* a list head, see _freelist.pxd */
     uint32_t python_work __attribute__((aligned(64))); /* atomic: there are regions to free or pools to bury */
+    uint32_t orphans;            /* atomic: ended pools wait for fences, which somebody must look at */
     int (*chores)(void *);       /* what a Python entry point then does, with the GIL */
     uint32_t generation;        /* forks behind us */
     pthread_key_t thread_key;
@@ -158,11 +159,22 @@ static ZC_TLS char zc_said[256] = "nothing has failed on this thread";
 
 static inline char *zc_error_text(void) { return zc_said; }
 
+/* PyGILState_Check() says yes to every thread once a subinterpreter has been made. */
+static inline int zc_gil_held(void)
+{
+    PyThreadState *mine = PyGILState_GetThisThreadState();
+#if PY_VERSION_HEX >= 0x030D0000
+    return mine && mine == PyThreadState_GetUnchecked();
+#else
+    return mine && mine == _PyThreadState_UncheckedGet();
+#endif
+}
+
 /* A thread that comes in by the C door may hold the GIL. Slow paths take locks, which must not be waited for
  * with it. */
 static inline void *zc_gil_leave(void)
 {
-    return Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : NULL;
+    return Py_IsInitialized() && zc_gil_held() ? PyEval_SaveThread() : NULL;
 }
 
 static inline void zc_gil_return(void *left)
@@ -171,7 +183,9 @@ static inline void zc_gil_return(void *left)
         PyEval_RestoreThread((PyThreadState *)left);
 }
 
-static inline int zc_chores_due(void) { return zc_load_u32(&zc_process.python_work) != 0; }
+static inline int zc_chores_due(void) {
+    return (zc_load_u32(&zc_process.python_work) | zc_load_u32(&zc_process.orphans)) != 0;
+}
 
 /* ---- descriptors ---------------------------------------------------------------------------------- */
 

@@ -16,6 +16,7 @@ cdef extern from "_process.h" nogil:
         uint32_t grow_lock
         uint32_t generation
         uint32_t python_work
+        uint32_t orphans
         uint64_t free_descriptors
         int (*chores)(void*) noexcept
 

@@ -206,7 +206,6 @@ def _loaded(path: Path, pool: zcpool.Pool, verbose: bool) -> Iterator[Signature]
         yield signature
     finally:
         with _quiet(verbose):
-            signature.model.close()
             del signature.model
 
 

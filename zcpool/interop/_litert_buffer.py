@@ -27,7 +27,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from zcpool import Buffer
 
-__all__ = ["ELEMENT_TYPES", "TensorBuffer", "describe", "tensor_buffer"]
+__all__ = ["ELEMENT_TYPES", "TensorBuffer", "describe", "tensor_buffer", "type_of"]
 
 _ALIGNMENT = 64  # LITERT_HOST_MEMORY_BUFFER_ALIGNMENT
 _MAX_RANK = 8  # LITERT_TENSOR_MAX_RANK
@@ -67,16 +67,16 @@ class _RankedTensorType(ctypes.Structure):
 _Deallocator = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def _load() -> Any:
-    """Return the C function that wraps host memory in a tensor buffer."""
+def _load() -> tuple[Any, Any]:
+    """Return the C functions that wrap host memory in a tensor buffer, and that say of what type one is."""
     name = "libLiteRt.dylib" if sys.platform == "darwin" else "libLiteRt.so"
     path = Path(ai_edge_litert.__file__).with_name(name)
     try:
         # The wheel's Python modules have loaded the same file, so this is the same library and not a second one.
-        create = ctypes.CDLL(str(path)).LiteRtCreateTensorBufferFromHostMemory
-        _ = TensorBuffer.get_tensor_details  # older wheels cannot say what a model's tensors look like
+        library = ctypes.CDLL(str(path))
+        create, get_type = library.LiteRtCreateTensorBufferFromHostMemory, library.LiteRtGetTensorBufferTensorType
     except (OSError, AttributeError) as error:
-        raise ImportError(f"{error}; update to ai-edge-litert 2.2 or newer: pip install -U ai-edge-litert") from error
+        raise ImportError(f"{error}; update to ai-edge-litert 2.1 or newer: pip install -U ai-edge-litert") from error
     create.restype = ctypes.c_int
     create.argtypes = (
         ctypes.POINTER(_RankedTensorType),
@@ -85,13 +85,18 @@ def _load() -> Any:
         _Deallocator,
         ctypes.POINTER(ctypes.c_void_p),
     )
-    return create
+    get_type.restype = ctypes.c_int
+    get_type.argtypes = (ctypes.c_void_p, ctypes.POINTER(_RankedTensorType))
+    return create, get_type
 
 
-_create = _load()
+_create, _get_type = _load()
 _capsule_new = ctypes.pythonapi.PyCapsule_New
 _capsule_new.restype = ctypes.py_object
 _capsule_new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 _CAPSULE_NAME = b"LiteRtTensorBuffer"  # LiteRT keeps the pointer to this name: it must never be collected.
 
 
@@ -191,6 +196,8 @@ def tensor_buffer(buf: Buffer, shape: Sequence[int], dtype: npt.DTypeLike, *, of
         If the shape, the offset, the size or the alignment does not fit, or the CPU does not see the memory.
     BufferError
         If the buffer is released.
+    RuntimeError
+        If LiteRT refuses the tensor; of empty ones it takes few, and version 2.1.0 none.
     """
     dims = tuple(map(operator.index, shape))
     tensor_type, nbytes = describe(dims, np.dtype(dtype))
@@ -234,6 +241,14 @@ def describe(dims: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[_RankedTensor
         )
     layout = _Layout(len(dims), 0, (ctypes.c_int32 * _MAX_RANK)(*dims))
     return _RankedTensorType(element_type, layout), math.prod(dims) * dtype.itemsize
+
+
+def type_of(tensor: TensorBuffer) -> tuple[tuple[int, ...], int]:
+    """Return the shape and the LiteRtElementType of any tensor buffer; its own methods tell only in newer wheels."""
+    tensor_type = _RankedTensorType()  # if LiteRT did not fill it, the element type would stay 0, which is none
+    _get_type(_capsule_pointer(tensor.capsule, _CAPSULE_NAME), ctypes.byref(tensor_type))
+    layout = tensor_type.layout
+    return tuple(layout.dimensions[: layout.rank]), tensor_type.element_type
 
 
 def _checked_memory(buf: Buffer, nbytes: int, offset: int) -> tuple[int, int]:

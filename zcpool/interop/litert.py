@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from zcpool.interop._litert_buffer import ELEMENT_TYPES, TensorBuffer, describe, tensor_buffer
+from zcpool.interop._litert_buffer import ELEMENT_TYPES, TensorBuffer, describe, tensor_buffer, type_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -28,6 +28,7 @@ __all__ = ["Bound", "Signature", "TensorSpec", "tensor_buffer"]
 
 # XNNPACK may read this far past the end of an input; what it reads there does not matter, but it must be readable.
 _READ_AHEAD = 16
+_DTYPES = {number: name for name, number in ELEMENT_TYPES.items()}
 
 
 class TensorSpec(NamedTuple):
@@ -39,10 +40,11 @@ class TensorSpec(NamedTuple):
     nbytes: int
 
     @classmethod
-    def _of(cls, name: str, details: dict[str, Any], required: dict[str, Any]) -> TensorSpec:
-        if details["dtype"] not in ELEMENT_TYPES:
-            raise TypeError(f"tensor {name!r} is of type {details['dtype']}, which numpy has no name for")
-        dtype, shape = np.dtype(details["dtype"]), tuple(details["shape"])
+    def _of(cls, name: str, tensor: TensorBuffer, required: dict[str, Any]) -> TensorSpec:
+        shape, element_type = type_of(tensor)
+        if element_type not in _DTYPES:
+            raise TypeError(f"tensor {name!r} is of LiteRtElementType {element_type}, which numpy has no name for")
+        dtype = np.dtype(_DTYPES[element_type])
         return cls(name, shape, dtype, max(describe(shape, dtype)[1], required["buffer_size"]) + _READ_AHEAD)
 
 
@@ -81,15 +83,14 @@ class Signature:
         self.pool = pool
         self.index = index
         names = model.get_signature_by_index(index)
-        details = model.get_input_tensor_details(names["key"])
+        # The tensors LiteRT would make itself, dropped at once: they know their types, a model only in newer wheels.
         self.inputs = tuple(
-            TensorSpec._of(name, details[name], model.get_input_buffer_requirements(i, index))
-            for i, name in enumerate(names["inputs"])
+            TensorSpec._of(name, tensor, model.get_input_buffer_requirements(i, index))
+            for i, (name, tensor) in enumerate(zip(names["inputs"], model.create_input_buffers(index)))
         )
-        details = model.get_output_tensor_details(names["key"])
         self.outputs = tuple(
-            TensorSpec._of(name, details[name], model.get_output_buffer_requirements(i, index))
-            for i, name in enumerate(names["outputs"])
+            TensorSpec._of(name, tensor, model.get_output_buffer_requirements(i, index))
+            for i, (name, tensor) in enumerate(zip(names["outputs"], model.create_output_buffers(index)))
         )
 
     def acquire(self) -> list[Buffer]:

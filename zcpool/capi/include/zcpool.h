@@ -114,14 +114,14 @@ typedef const zc_api *(*zc_get_api_fn)(uint32_t abi);
 
 static inline const zc_api *zc_api_from(void *symbol)
 {
-    return symbol ? ((zc_get_api_fn)symbol)(ZC_ABI) : (const zc_api *)0;
+    return symbol ? (__extension__ (zc_get_api_fn)symbol)(ZC_ABI) : (const zc_api *)0;
 }
 
 #ifdef Py_PYTHON_H
 /* With the GIL; NULL with an ImportError or ValueError set. */
 static inline const zc_api *zc_import(void)
 {
-    zc_get_api_fn get = (zc_get_api_fn)PyCapsule_Import(ZC_CAPSULE, 0);
+    zc_get_api_fn get = __extension__ (zc_get_api_fn)PyCapsule_Import(ZC_CAPSULE, 0);
     const zc_api *api = get ? get(ZC_ABI) : (const zc_api *)0;
     if (get && !api)
         PyErr_Format(PyExc_ImportError, "the installed zcpool does not speak ABI %d of zcpool.h", ZC_ABI);
@@ -196,7 +196,7 @@ static inline const zc_block *zc_acquire_fast(const zc_api *api, zc_cache *c, zc
         zc_block *b = s->head;
         if (b && cls < ZC_SMALL_CLASSES
             && !(__atomic_load_n(&c->gate->flags, __ATOMIC_RELAXED) & ZC_GATE_ACQUIRE)
-            && __atomic_load_n(&c->gate->serial, __ATOMIC_RELAXED) == (uint32_t)(pool >> 12)) {
+            && __atomic_load_n(&c->gate->serial, __ATOMIC_RELAXED) == pool >> 12) {
             s->head = (zc_block *)__atomic_load_n((uintptr_t *)&b->next, __ATOMIC_RELAXED);
             s->count--;
             c->bytes -= b->capacity;
