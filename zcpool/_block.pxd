@@ -94,6 +94,7 @@ cdef extern from "zcpool.h" nogil:
         uint64_t bytes_limit
         uint64_t acquires[4]    # by bucket; atomic, written by the owner alone, with or without the lock
         CacheSlot slots[95]
+        uint64_t lent[4]        # by bucket; what the owner lent (mod 2**64) and has not told core.lent
 
 
 cdef struct Cold:

@@ -57,6 +57,7 @@ cdef class Buffer:
     def __dealloc__(self):
         Buffer_close(self)
 
+    @cython.always_allow_keywords(False)    # no arguments to take apart
     def __enter__(self):
         return self
 

@@ -3,9 +3,9 @@ from libc.stdint cimport uint16_t, uint64_t
 from libc.string cimport memset
 
 from zcpool._arena cimport arena_carve
-from zcpool._atomics cimport bump64, load32, spinlock, sub64, tryunlock
+from zcpool._atomics cimport bump64, load32, spinlock, tryunlock
 from zcpool._block cimport CACHED, SLOW_RELEASE, Block, Region, ThreadCache, block_set
-from zcpool._core cimport Core, home_of, lend, list_of
+from zcpool._core cimport Core, home_of, lend, list_of, unlend
 from zcpool._freelist cimport CACHE_BYTES, CACHE_CLASS_BYTES, CACHE_SLOTS, cache_put, push_chain
 from zcpool._process cimport thread_adopt, thread_cache, thread_id
 from zcpool._request cimport Request
@@ -71,7 +71,7 @@ cdef inline Block* carve(Core* core, Request* rq) noexcept nogil:
         lend(core, 0, more.capacity)
         if not cache_put(c, more):
             push_chain(&home_of(more).head, more, more)
-            sub64(&core.lent[0], more.capacity)
+            unlend(core, 0, more.capacity)
             break
     tryunlock(&c.lock)
     return b

@@ -5,7 +5,7 @@
 #
 # Control blocks are type-stable: when a pool has ended and its last block has come home, the next new pool
 # takes the control block over, with a new serial. None is ever freed.
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from zcpool._atomics cimport add64, bump64, cas64, likely, load32, load32_seq, load64, load64_seq, store32, store64, \
     sub64, trylock, tryunlock, unlikely
@@ -24,6 +24,7 @@ cdef enum:
     ALIGNMENTS = 16         # up to 2 MiB
     EXCLUSIVE = 16
     KINDS = 32
+    LENT_BOUND = 4 << 20    # bytes; like the bound of a thread cache
 
 
 cdef struct Counters:
@@ -96,24 +97,64 @@ cdef inline void peak_note(uint64_t* peak, uint64_t value) noexcept nogil:
         if cas64(peak, &seen, value):
             return
 
+# Lent bytes: a locked instruction for each block would be a third of what a hit costs. So a thread counts what it lends
+# and what comes home to it in its own cache, and tells the pool when that is more than LENT_BOUND and one block either
+# way. All counters are modulo 2**64: a thread that only releases goes below zero.
+
 cdef inline void lend(Core* core, int bucket, uint64_t nbytes) noexcept nogil:
     """Count bytes that leave the shared lists, and the peak.
 
-    The total is the sum of four loads: exact for one thread, and for several off by what moves meanwhile.
-    Bytes that wait in thread caches count as lent, so the peak is high by at most the caches' bound.
+    The peak is exact for one thread, and misses at most LENT_BOUND and a block for each other thread and bucket. Bytes
+    that wait in thread caches count as lent, so it is high by at most the caches' bound.
     """
-    cdef uint64_t now = add64(&core.lent[bucket], nbytes) + nbytes
-    if now > load64(&core.counters.peak_in_use[bucket]):
-        peak_note(&core.counters.peak_in_use[bucket], now)
-    now = lent_total(core)
-    if now > load64(&core.counters.peak_in_use_total):
-        peak_note(&core.counters.peak_in_use_total, now)
+    cdef ThreadCache* c = <ThreadCache*>thread_cache(core.head.id)
+    if likely(c != NULL):
+        lend_here(core, c, bucket, nbytes)
+    else:
+        add64(&core.lent[bucket], nbytes)
+        peaks_note(core, bucket, load64(&core.lent[bucket]), lent_told(core))
 
-cdef inline uint64_t lent_total(Core* core) noexcept nogil:
-    return load64(&core.lent[0]) + load64(&core.lent[1]) + load64(&core.lent[2]) + load64(&core.lent[3])
+cdef inline void lend_here(Core* core, ThreadCache* c, int bucket, uint64_t nbytes) noexcept nogil:
+    """The same for a thread that has a cache."""
+    cdef uint64_t mine = load64(&c.lent[bucket]) + nbytes
+    if unlikely(<int64_t>mine > <int64_t>(LENT_BOUND + nbytes)):
+        add64(&core.lent[bucket], mine)
+        mine = 0
+    store64(&c.lent[bucket], mine)
+    peaks_note(core, bucket, load64(&core.lent[bucket]) + mine, lent_told(core) + lent_untold(c))
+
+cdef inline void peaks_note(Core* core, int bucket, uint64_t now, uint64_t total) noexcept nogil:
+    if unlikely(<int64_t>now > <int64_t>load64(&core.counters.peak_in_use[bucket])):
+        peak_note(&core.counters.peak_in_use[bucket], now)
+    if unlikely(<int64_t>total > <int64_t>load64(&core.counters.peak_in_use_total)):
+        peak_note(&core.counters.peak_in_use_total, total)
 
 cdef inline void unlend(Core* core, int bucket, uint64_t nbytes) noexcept nogil:
-    sub64(&core.lent[bucket], nbytes)
+    cdef ThreadCache* c = <ThreadCache*>thread_cache(core.head.id)
+    cdef uint64_t mine
+    if unlikely(c == NULL):
+        sub64(&core.lent[bucket], nbytes)
+        return
+    mine = load64(&c.lent[bucket]) - nbytes
+    if unlikely(<int64_t>mine < -<int64_t>(LENT_BOUND + nbytes)):
+        add64(&core.lent[bucket], mine)
+        mine = 0
+    store64(&c.lent[bucket], mine)
+
+cdef inline uint64_t lent_told(Core* core) noexcept nogil:
+    return load64(&core.lent[0]) + load64(&core.lent[1]) + load64(&core.lent[2]) + load64(&core.lent[3])
+
+cdef inline uint64_t lent_untold(ThreadCache* c) noexcept nogil:
+    return load64(&c.lent[0]) + load64(&c.lent[1]) + load64(&c.lent[2]) + load64(&c.lent[3])
+
+cdef inline uint64_t lent_total(Core* core) noexcept nogil:
+    """Return all lent bytes. Under core.lock."""
+    cdef uint64_t total = lent_told(core)
+    cdef ThreadCache* c = core.caches
+    while c != NULL:
+        total += lent_untold(c)
+        c = c.next
+    return total if <int64_t>total > 0 else 0       # read while others count
 
 
 # ---- acquire -------------------------------------------------------------------------------------------
@@ -162,7 +203,10 @@ cdef inline Block* core_take(Core* core, uint64_t nbytes, int state) noexcept no
             b = take_cached(core, c, cls)
         tryunlock(&c.lock)
     elif likely(not load32(&core.head.gate.flags) & SLOW_ACQUIRE):
-        b = take_shared(core, 0, cls)
+        b = pop(&list_of(core, 0, cls).head)
+        if likely(b != NULL):
+            store32(&list_of(core, 0, cls).stamp, load32(&core.epoch))
+            lend_here(core, c, b.bucket, b.capacity)
     if likely(b != NULL):
         bump64(&c.acquires[b.bucket], 1)    # only its owner writes it
         hand_out(b, nbytes, state)

@@ -11,7 +11,7 @@ from zcpool._block cimport CLOSED, FOREIGN, FROZEN, NEEDS_SYNC, ORPHAN, PYTHON_B
 from zcpool._core cimport KINDS, Core, core_put, core_release, core_wait_for
 from zcpool._freelist cimport INDEX_MASK
 from zcpool._miss cimport fences_poll
-from zcpool._process cimport CHUNK, POOLS, descriptor, process, process_start, slots_wake, thread_id
+from zcpool._process cimport CHUNK, POOLS, descriptor, next_serial, process, process_start, slots_wake, thread_id
 from zcpool._reclaim cimport arenas_trim, cache_abandon, caches_flush, core_drain, core_unlock, lists_trim, \
     region_free, regions_free
 from zcpool._request cimport kind_ensure
@@ -31,7 +31,9 @@ cdef inline Core* core_take_over() noexcept nogil:
         core = <Core*>process.pools[i]
         if not core.taken:
             core.taken = 1
+            mutex_lock(&core.lock)      # a thread of the last pool that ends late may still look for what to give back
             core_clear(core)
+            mutex_unlock(&core.lock)
             mutex_unlock(&process.pools_lock)
             return core
     core = NULL
@@ -39,6 +41,7 @@ cdef inline Core* core_take_over() noexcept nogil:
         core = <Core*>memory
         memset(core, 0, sizeof(Core))
         core.head.id = process.n_pools
+        core.head.gate.serial = next_serial()
         core.taken = 1
         process.pools[process.n_pools] = core
         store32_release(&process.n_pools, process.n_pools + 1)     # pairs with door_core: the entry is there
@@ -63,6 +66,7 @@ cdef inline void core_clear(Core* core) noexcept nogil:
     while c != NULL:
         spinlock(&c.lock)
         memset(c.acquires, 0, sizeof(c.acquires))
+        memset(c.lent, 0, sizeof(c.lent))
         tryunlock(&c.lock)
         c = c.next
 
@@ -76,7 +80,7 @@ cdef inline Core* core_new(Backend backend, uint64_t granule, uint32_t flags) ex
             core = NULL
     if core == NULL:
         raise MemoryError(f"no control block for another pool: {POOLS} can live at a time")
-    core.head.gate.serial += 1
+    store32(&core.head.gate.serial, next_serial())
     core.drain = core_drain
     core.head.release = core_release
     core.head.go_home = core_put
@@ -160,7 +164,7 @@ cdef inline void core_orphan(Core* core) noexcept:
     """The Pool object is gone (with the GIL)."""
     with nogil:
         core_close(core)
-        store32(&core.head.gate.serial, core.head.gate.serial + 1)      # the pool's number dies with it
+        store32(&core.head.gate.serial, next_serial())      # the pool's number dies with it
         or32(&core.head.gate.flags, ORPHAN)
     chores(NULL)
 
@@ -228,6 +232,7 @@ cdef inline void core_forked(Core* core) noexcept nogil:
     c = core.caches
     while c != NULL:
         memset(c.acquires, 0, sizeof(c.acquires))
+        memset(c.lent, 0, sizeof(c.lent))
         c = c.next
 
 cdef inline void life_begin() noexcept nogil:

@@ -195,8 +195,11 @@ cdef inline bint may_help(Core* core, Request* rq) noexcept nogil:
 
 cdef inline uint64_t cached_without(Core* core, uint64_t nbytes) noexcept nogil:
     """Return how much may stay cached if `nbytes` are to be given back; at least one byte, for "not all"."""
-    cdef uint64_t outside = lent_total(core) + nbytes
-    cdef uint64_t carved = load64(&core.carved_bytes)
+    cdef uint64_t outside, carved
+    mutex_lock(&core.lock)
+    outside = lent_total(core) + nbytes
+    carved = core.carved_bytes
+    core_unlock(core)
     return carved - outside if carved > outside else 1
 
 cdef inline Block* serve(Core* core, Request* rq, Block* b) noexcept nogil:

@@ -48,6 +48,7 @@ static struct {
     void *pools[ZC_POOLS];      /* control blocks by id; type-stable, never freed */
     uint32_t n_pools;           /* atomic */
     uint32_t pools_lock;
+    uint32_t serials;           /* atomic: numbers of pools given so far */
     uint64_t slot_mask;         /* atomic: which wait slots are taken */
     int slot_fd[ZC_SLOTS];      /* eventfds, made on demand, kept for the process */
     uint64_t free_descriptors __attribute__((aligned(64))); /* a list head, see _freelist.pxd */
@@ -145,6 +146,9 @@ static inline void zc_process_start(void (*drain_cache)(void *), void (*forked)(
     zc_process.forked = forked;
     pthread_once(&zc_process.once, zc_process_init);
 }
+
+/* A number that no pool of this process has had: a thread cache and a pool's number are told apart by it alone. */
+static inline uint32_t zc_next_serial(void) { return zc_add_u32(&zc_process.serials, 1) + 1; }
 
 /* Asks for chores to be done with the GIL: by the next slow path that has it, or by the interpreter's own
  * pending calls. Needs no GIL, waits for nothing. */

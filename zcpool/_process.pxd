@@ -30,6 +30,7 @@ cdef extern from "_process.h" nogil:
     int thread_adopt "zc_thread_adopt"(uint32_t pool, void* cache) noexcept
     void* thread_id "zc_self_id"() noexcept
 
+    uint32_t next_serial "zc_next_serial"() noexcept
     char* error_text "zc_error_text"() noexcept
     void* gil_leave "zc_gil_leave"() noexcept
     void gil_return "zc_gil_return"(void* left) noexcept

@@ -33,8 +33,9 @@ class BucketStats:
     reserved_bytes : int
         All bytes held from the backend.
     peak_in_use_bytes, peak_reserved_bytes : int
-        The largest values so far. Blocks in thread caches count as in use for the peak, so it may be high by
-        at most 4 MiB for each thread.
+        The largest values so far. With several threads the peak in use is approximate: high by what waits in
+        thread caches (at most 4 MiB each), low by what other threads have not told yet (at most 4 MiB and a block
+        of each bucket for each).
     handles : int
         Regions held from the backend (an fd each, where the backend's memory has fds).
     acquires, hits, misses : int

@@ -166,6 +166,7 @@ struct zc_cache {
     uint64_t bytes;
     uint64_t bytes_limit;
     uint64_t acquires[4];   /* by bucket; written by the owner alone */
+    uint64_t lent[4];       /* by bucket; likewise */
     zc_slot slots[ZC_SMALL_CLASSES];
 };
 
