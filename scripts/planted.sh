@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Is the stress test worth anything? Builds variants of the extension below build/planted, each with one fault planted
+# by a macro, and runs tests/native/hammer.py on each: planted faults must be found, and what is no fault must pass.
+# With arguments, only the variants of those names. SECONDS_EACH (default 20) is the time a variant gets.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=$(command -v "${PYTHON:-.venv/bin/python}")
+case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
+seconds=${SECONDS_EACH:-20}
+wanted=" $* "
+src=$PWD/build/planted/src
+failed=0
+
+mkdir -p "$src"
+find "$src" -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +
+tar -cf - --exclude=./build --exclude='./.venv*' --exclude=./.git --exclude=./.hypothesis --exclude='*.so' . | tar -xf - -C "$src"
+cd "$src"
+
+try() { # try NAME OUTCOME MACRO...: build with the macros and hammer; OUTCOME is found or nothing
+    local name=$1 outcome=$2 said first outcome_is status=0
+    shift 2
+    case $wanted in "  " | *" $name "*) ;; *) return 0 ;; esac
+    ZCPOOL_DEFINES="$*" "$PYTHON" setup.py --quiet build_ext --inplace
+    # A fault may also end in a crash, or in a loop that never ends; what was found before it is on stderr.
+    said=$(PYTHONPATH=$src:$src/tests timeout --kill-after=5 $((seconds + 30)) "$PYTHON" -m native.hammer "$seconds" 2>&1) || status=$?
+    first=$(printf '%s\n' "$said" | grep -m 1 '^stress: ' || true)
+    said=${first:-${said##*$'\n'}}
+    [ "$status" -ne 124 ] && [ "$status" -ne 137 ] || said="$said; then it hung"
+    if [ "$status" -eq 0 ]; then outcome_is=nothing; elif [ -n "$first" ] || [ "$status" -eq 1 ]; then outcome_is=found; else outcome_is=broken; fi
+    if [ "$outcome" = "$outcome_is" ]; then
+        printf 'as it should be: %s: %s (status %d)\n' "$name" "$said" "$status"
+    else
+        printf 'NOT AS IT SHOULD BE: %s, %s expected: %s (status %d)\n' "$name" "$outcome" "$said" "$status"
+        failed=1
+    fi
+}
+
+try none nothing
+try narrow-tags nothing ZC_TAG_BITS=4 # wraps all the time; a popper would have to sleep through exactly one wrap
+try no-tags found ZC_TAG_BITS=0 ZC_PLANT_WINDOW
+try double-push found ZC_PLANT_DOUBLE_PUSH=1
+try lost-steal found ZC_PLANT_LOST_STEAL=1
+exit $failed
