@@ -46,7 +46,8 @@ valgrind: install ## run tests of the C door under memcheck
 planted: install ## plant faults into the core and see that the stress test finds each
 	PYTHON=$(BIN)/python scripts/planted.sh $(ARGS)
 
-bench: install $(VENV)/.with-bench ## run the benchmarks
+bench: install $(VENV)/.with-bench ## print the budgets and run the benchmarks
+	-$(BIN)/python benchmarks/budgets.py
 	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)
 
 lint: install $(VENV)/.with-lint ## check style, types, and the stubs against the compiled modules

@@ -559,8 +559,6 @@ def test_release_is_idempotent(pool):
     b = pool.acquire(1000)
     for _ in range(5):
         b.release()
-        with b:
-            pass
         b.release(strict=True)
     del b
     s = pool.stats()
@@ -1380,3 +1378,21 @@ def test_pool_array_refuses_python_objects_and_holds_nothing(pool):
         pool.array(10, object)
     gc.collect()
     assert pool.stats().in_use_blocks == 0
+
+
+# ---- what a newcomer tries -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("convert", [np.asarray, np.array, lambda b: np.add(b, 1)], ids=["asarray", "array", "add"])
+def test_numpy_refuses_a_released_buffer(pool, convert):
+    b = pool.acquire(100)
+    b.release()
+    with pytest.raises(BufferError, match="released"):
+        convert(b)
+
+
+def test_with_refuses_a_released_buffer(pool):
+    b = pool.acquire(100)
+    b.release()
+    with pytest.raises(BufferError, match="released"), b:
+        pytest.fail("entered")

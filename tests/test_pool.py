@@ -584,3 +584,18 @@ def test_the_same_history_takes_the_same_backend_calls_in_every_pool() -> None:
         calls.append(backend.asked)
     assert calls == [calls[0]] * 50
     assert len(calls[0]) == 6  # an arena, and one region for each size from 1 MiB on
+
+
+def test_two_models_of_many_large_tensors_in_turn_call_no_backend(
+    make_pool: MakePool, counting: CountingBackend
+) -> None:
+    # More sizes, and far more bytes, than a pool keeps without knowing that they recur.
+    pool = make_pool(counting)
+    models = [[(6 + i) * MIB // 2 for i in range(20)], [(6 + i) * MIB * 5 // 8 for i in range(20)]]
+    calls = []
+    for _ in range(10):
+        for model in models:
+            held = [pool.acquire(nbytes) for nbytes in model]
+            del held
+        calls.append(counting.calls)
+    assert calls[-1] == calls[-5]

@@ -59,6 +59,8 @@ cdef class Buffer:
 
     @cython.always_allow_keywords(False)    # no arguments to take apart
     def __enter__(self):
+        if unlikely(not load32(&self._open)):
+            Buffer_check(self)
         return self
 
     def __exit__(self, kind, error, traceback, /):
@@ -84,6 +86,10 @@ cdef class Buffer:
     def __releasebuffer__(self, Py_buffer* view):
         if self._block != NULL:
             block_unref(self._block)
+
+    def __array__(self, dtype=None, copy=None):
+        # numpy asks here when the buffer protocol has refused: without an answer it makes an array of objects.
+        return self.array(self._nbytes)
 
     def __dlpack_device__(self):
         """Return the DLPack device, ``(1, 0)``: the CPU."""

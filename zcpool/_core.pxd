@@ -66,6 +66,7 @@ cdef struct Core:
     uint64_t reserved               # atomic: bytes of regions, reservations in flight included
     uint64_t handles                # atomic: regions, reservations in flight included
     uint64_t wait_mask              # atomic: the waiters' slots
+    uint32_t patience               # misses: how long a list over the cap is kept; guarded by lock
     uint64_t recent_peak            # a decaying peak of lent bytes; guarded by lock
     Region* regions                 # guarded by lock
     uint64_t held[4]                # bytes of regions in the pool, by bucket; guarded by lock

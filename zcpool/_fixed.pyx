@@ -59,7 +59,8 @@ cdef class FixedPool:
 
     def __repr__(self):
         s = self.stats()
-        return (f"<zcpool.FixedPool {FixedPool_pool(self).name!r}: {s.in_use_blocks + s.retired_blocks} of "
+        state = "closed, " if self.closed else ""
+        return (f"<zcpool.FixedPool {FixedPool_pool(self).name!r}: {state}{s.in_use_blocks + s.retired_blocks} of "
                 f"{self.count} blocks of {format_bytes(self.nbytes)} in use>")
 
     def acquire(self, timeout=0):

@@ -28,7 +28,8 @@ cdef struct FreeList:
     uint32_t stamp          # atomic: the core's epoch when a block was last taken from here
     uint32_t made           # blocks of this list that exist, wherever they are; guarded by core.lock
     uint32_t floor          # blocks that reserve() promised; automatic trimming leaves them; by core.lock
-    uint32_t unused[11]
+    uint32_t trimmed        # the epoch when blocks were last given back unasked, 0: never; by core.lock
+    uint32_t unused[10]
 
 
 cdef inline Block* block_at(uint64_t head) noexcept nogil:

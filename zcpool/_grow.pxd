@@ -4,10 +4,10 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from zcpool._arena cimport region_begin
-from zcpool._atomics cimport add32, add64, cas64, load64, load64_seq, mutex_lock, sub64
+from zcpool._atomics cimport add32, add64, cas64, load32, load64, load64_seq, mutex_lock, sub64
 from zcpool._block cimport Block, Region
 from zcpool._carve cimport block_make, carve
-from zcpool._core cimport Core, lend, lent_total
+from zcpool._core cimport Core, lend, lent_total, list_of
 from zcpool._freelist cimport FreeList
 from zcpool._process cimport process
 from zcpool._reclaim cimport arenas_trim, core_unlock, flight_end, list_oldest, list_trim, region_free, \
@@ -18,8 +18,9 @@ from zcpool._sizes cimport SMALL, round_up
 cdef enum:
     FIRST_ARENA = 256 << 10     # bytes; arenas double from here to the configured size
     RETAIN = 64 << 20           # bytes that may be cached, or a quarter of the recent peak, before lists go that
-    RECENT_OVER = 16            # nothing was taken from for so many misses;
+    RECENT_OVER = 16            # nothing was taken from for so many misses, more where that proved too few;
     RECENT = 64                 # and misses before one goes at a new peak of reserved bytes
+    PATIENCE = 4096             # misses; the most
 
 
 cdef inline uint64_t arena_size(Core* core, uint64_t least) noexcept nogil:
@@ -33,36 +34,49 @@ cdef inline uint64_t arena_size(Core* core, uint64_t least) noexcept nogil:
         nbytes = core.largest_region
     return least if nbytes < least else round_up(nbytes, core.granule)
 
-cdef inline bint make_room(Core* core, uint64_t nbytes) noexcept nogil:
+cdef inline bint make_room(Core* core, Request* rq, uint64_t nbytes) noexcept nogil:
     """Give back lists nothing has been taken from for long, before the pool grows.
 
-    A loop whose sizes recur within a few misses keeps them all, however large: it shall call no backend.
+    A loop whose sizes recur shall call no backend, however many and large they are: a list that is missed soon after
+    it was given back makes the pool more patient with all.
     """
     cdef Region* chain = NULL
     cdef FreeList* blocks
     cdef uint64_t cached, lent
     cdef uint64_t given = 0
     cdef uint64_t goal = 0
-    cdef uint32_t age = RECENT
+    cdef uint32_t age
     mutex_lock(&core.lock)
+    learn(core, list_of(core, rq.kind, rq.cls))
+    age = max(<uint32_t>RECENT, core.patience)
     lent = lent_total(core)
     core.recent_peak = max(lent, core.recent_peak - core.recent_peak // 64)
     cached = core.carved_bytes - lent if core.carved_bytes > lent else 0
     if load64(&core.reserved) + nbytes > load64(&core.counters.peak_reserved_total):
         goal = nbytes
     if cached + nbytes > max(<uint64_t>RETAIN, core.recent_peak // 4):
-        age = RECENT_OVER
+        age = core.patience
         goal = max(goal, cached + nbytes - max(<uint64_t>RETAIN, core.recent_peak // 4))
     while given < goal:
         blocks = list_oldest(core, age, False)
         if blocks == NULL:
             break
+        blocks.trimmed = load32(&core.epoch)
         given += list_trim(core, blocks, blocks.made - blocks.floor, &chain)
     if given:
         arenas_trim(core, True, &chain)
     core_unlock(core)
     regions_free(core, chain, True)
     return given > 0
+
+cdef inline void learn(Core* core, FreeList* missed) noexcept nogil:
+    """Double the patience when a list is missed that was given back not long ago. Under core.lock."""
+    if core.patience < RECENT_OVER:
+        core.patience = RECENT_OVER
+    if missed.trimmed and load32(&core.epoch) - missed.trimmed < PATIENCE:
+        missed.trimmed = 0
+        if core.patience < PATIENCE:
+            core.patience *= 2
 
 cdef inline Region* region_get(Core* core, Request* rq, uint64_t nbytes, uint64_t least) noexcept nogil:
     """Reserve bytes and get a region of `nbytes`, or of less, down to `least`; in flight until inserted."""

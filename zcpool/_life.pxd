@@ -3,8 +3,8 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
-from zcpool._atomics cimport and32, load32, load32_seq, load64_seq, loadptr, mutex_lock, mutex_unlock, or32, spinlock, \
-    store32, store32_release, swap32, swapptr, tryunlock
+from zcpool._atomics cimport and32, load32, load32_acquire, load32_seq, load64_seq, loadptr, mutex_lock, \
+    mutex_unlock, or32, spinlock, store32, store32_release, swap32, swapptr, tryunlock
 from zcpool._backend cimport Backend
 from zcpool._block cimport CLOSED, FOREIGN, FROZEN, NEEDS_SYNC, ORPHAN, PYTHON_BACKEND, RETIRED, STATE_SHIFT, VISIBLE, \
     ThreadCache, WAITERS, Block, Region, word_owned, word_state
@@ -29,7 +29,7 @@ cdef inline Core* core_take_over() noexcept nogil:
     mutex_lock(&process.pools_lock)
     for i in range(process.n_pools):
         core = <Core*>process.pools[i]
-        if not core.taken:
+        if not load32_acquire(&core.taken):
             core.taken = 1
             mutex_lock(&core.lock)      # a thread of the last pool that ends late may still look for what to give back
             core_clear(core)
@@ -56,6 +56,7 @@ cdef inline void core_clear(Core* core) noexcept nogil:
     memset(core.lent, 0, sizeof(core.lent))
     memset(core.held, 0, sizeof(core.held))
     core.arena_total = core.carved_bytes = core.recent_peak = 0
+    core.patience = 0
     core.faults.count = 0
     core.faults.text[0] = 0
     core.fences.broken = 0
@@ -63,6 +64,7 @@ cdef inline void core_clear(Core* core) noexcept nogil:
         if core.lists[kind] != NULL:
             for cls in range(CLASSES):      # heads are empty, and keep their tags
                 core.lists[kind][cls].stamp = core.lists[kind][cls].made = core.lists[kind][cls].floor = 0
+                core.lists[kind][cls].trimmed = 0
     while c != NULL:
         spinlock(&c.lock)
         memset(c.acquires, 0, sizeof(c.acquires))
@@ -138,7 +140,7 @@ cdef inline int chores(void* unused) noexcept:
     cdef Core* core
     swap32(&process.python_work, 0)
     swap32(&process.orphans, 0)
-    for i in range(load32(&process.n_pools)):
+    for i in range(load32_acquire(&process.n_pools)):
         core = <Core*>process.pools[i]
         with nogil:
             deferred_free(core)
@@ -180,7 +182,7 @@ cdef inline void core_bury(Core* core) noexcept:
     backend = <object>core.head.backend
     core.head.backend = NULL
     Py_DECREF(backend)
-    store32(&core.taken, 0)
+    store32_release(&core.taken, 0)     # pairs with core_take_over
 
 
 # ---- fork ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, L
 from zcpool._sizes cimport CLASSES, SMALL_CLASSES
 
 cdef enum:
-    MAX_WAITS = 64              # for flights that change nothing, each at most 50 ms
+    MAX_WAITS = 64              # for flights that end and change nothing
 
 
 # ---- one try -------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ cdef inline Block* miss_try(Core* core, Request* rq) noexcept nogil:
     memory may just be going back, a fence may just have signalled. Then wait for the outcome and look again.
     """
     cdef Block* b
-    cdef uint32_t landed
+    cdef uint32_t landed, turn
     cdef int waits = 0
     while True:
         fences_poll(core)
@@ -51,8 +51,9 @@ cdef inline Block* miss_try(Core* core, Request* rq) noexcept nogil:
         if landed + rq.landed == load32_seq(&core.landed):
             if load32_seq(&core.inflight) == 0 or waits == MAX_WAITS:
                 return NULL
-            waits += 1
+            turn = load32_seq(&core.flight_turn)
             flight_wait(core)
+            waits += turn != load32_seq(&core.flight_turn)
 
 cdef inline Block* find(Core* core, Request* rq) noexcept nogil:
     """Look for a block among what the pool holds."""
@@ -92,7 +93,7 @@ cdef inline Block* grow(Core* core, Request* rq) noexcept nogil:
     cdef uint64_t nbytes = arena_size(core, rq.capacity) if rq.carve else rq.capacity
     cdef Region* r
     cdef Block* b
-    if make_room(core, nbytes) and rq.carve:
+    if make_room(core, rq, nbytes) and rq.carve:
         b = find(core, rq)      # what lay cached in stale classes has been joined
         if b != NULL:
             return b

@@ -41,6 +41,7 @@ __all__ = ["Pool"]
 
 cdef enum:
     MAX_ALIGNMENT = 2 << 20     # bytes: a huge page
+    MAX_BLOCKS = 1 << 24        # what the index of a list head can name, and one more: it cannot be had
 
 cdef dict ARENA_LIMITS = {"none": 0, "small": class_bytes(94), "medium": class_bytes(110),
                           "large": class_bytes(126), "all": largest_request()}
@@ -136,8 +137,9 @@ cdef class Pool:
             return "<zcpool.Pool, not initialised>"
         s = self.stats()
         state = "closed, " if self.closed else "frozen, " if self.frozen else ""
+        retired = f", {s.retired_blocks} retired" if s.retired_blocks else ""
         return (f"<zcpool.Pool {self.name!r}: {state}{s.in_use_blocks} block(s) in use "
-                f"({format_bytes(s.in_use_bytes)}), {format_bytes(s.reserved_bytes)} reserved>")
+                f"({format_bytes(s.in_use_bytes)}){retired}, {format_bytes(s.reserved_bytes)} reserved>")
 
     def acquire(self, nbytes, *, alignment=None, bint exclusive=False, timeout=0):
         """Return a buffer of at least `nbytes`.
@@ -547,7 +549,7 @@ cdef Block* Pool_wait(Pool self, Request* rq, int64_t timeout) except? NULL:
 cdef int Pool_reserve(Pool self, nbytes, count, alignment, bint exclusive, bint touch, bint founding) except -1:
     cdef Core* core = Pool_core(self)
     cdef Request rq
-    cdef uint64_t number = min(count, 1 << 24)
+    cdef uint64_t number = min(count, MAX_BLOCKS)
     cdef bint done
     size = parse_bytes(nbytes)
     if size == 0 or number == 0:

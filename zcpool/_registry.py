@@ -83,7 +83,16 @@ def create(backend: str | Backend, options: dict[str, Any]) -> Backend:
         return backend
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a name or a zcpool.Backend, not {type(backend).__name__}")
-    made = _factory(backend)(**options)
+    factory = _factory(backend)
+    try:
+        made = factory(**options)
+    except TypeError as error:
+        if not options:
+            raise
+        raise TypeError(
+            f"backend {backend!r} does not take these options, and neither does the pool: "
+            f"{', '.join(sorted(options))} ({error})"
+        ) from error
     if not isinstance(made, Backend):
         raise BackendUnavailable(backend, 0, f"its factory returned {made!r}, which is not a zcpool.Backend")
     return made

@@ -131,11 +131,12 @@ static void drop(worker *w, uint64_t token)
         found(s, REFUSED, "pin of a live token was refused", token);
     if (r == 1)
         fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (fd >= 0 && next_random(w) & 1)
+    int early = fd >= 0 && next_random(w) & 1; /* signalled before the release: home at once, perhaps */
+    if (early)
         eventfd_write(fd, 1);
     int signal_fd = fd >= 0 ? dup(fd) : -1;
     /* Given up before the release: whoever takes the block next must find it free. A pinned one stays owned. */
-    if (r != 0 && fd < 0)
+    if (r != 0 && (fd < 0 || early))
         __atomic_store_n(&s->owned[b->index], 0, __ATOMIC_RELAXED);
     if (fd >= 0            ? api->release_after(token, fd)
         : s->fast && r != 2 ? zc_release_fast(api, cache_of(w, b), b)
@@ -144,7 +145,8 @@ static void drop(worker *w, uint64_t token)
     if (r == 0 || fd >= 0) {
         if (r == 0 && !marked(b, token))
             found(s, OVERWRITTEN, "a pinned block was handed out", token);
-        __atomic_store_n(&s->owned[b->index], 0, __ATOMIC_RELAXED);
+        if (!early)
+            __atomic_store_n(&s->owned[b->index], 0, __ATOMIC_RELAXED);
         if (r == 0 && api->unpin(token) != 0)
             found(s, REFUSED, "unpin was refused", token);
         if (signal_fd >= 0)

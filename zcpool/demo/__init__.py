@@ -288,7 +288,8 @@ def _open_photo(path: Path) -> Image.Image:
 
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            photo: Image.Image = image.convert("RGB")  # the stubs of older pillows say Any
+            return photo
     except OSError as error:  # missing, unreadable, or not an image
         raise CommandError(f"cannot read the image {path}: {error}") from error
 

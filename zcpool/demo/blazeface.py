@@ -48,7 +48,7 @@ def anchors() -> Array:
         centres = (np.arange(cells, dtype=np.float32) + np.float32(0.5)) / np.float32(cells)
         y, x = np.meshgrid(centres, centres, indexing="ij")
         grids.append(np.repeat(np.stack([x, y], axis=-1).reshape(-1, 2), repeats, axis=0))
-    result = np.concatenate(grids)
+    result: Array = np.concatenate(grids)
     result.setflags(write=False)
     return result
 
