@@ -1,5 +1,6 @@
 """Backends: where regions of memory come from."""
 
+cimport cython
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.errno cimport EINVAL, ENOMEM
@@ -168,6 +169,7 @@ cdef class PythonBackend(Backend):
                           isinstance(error, MemoryError), error)
                 return -1
 
+    @cython.unraisable_tracebacks(False)    # else Cython prints it, too, and a SystemExit ends the process
     cdef void free_region(self, Region* region) noexcept nogil:
         with gil:
             if is_finalizing():

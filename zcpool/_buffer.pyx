@@ -126,7 +126,7 @@ cdef class Buffer:
         Buffer_check_visible(self)
         cdef Buffer source = Buffer_copy(self) if copy else self
         return dlpack_capsule(source._block, source._owner, source._nbytes,
-                              max_version is not None and max_version[0] >= 1, source is not self)
+                              max_version is not None and tuple(max_version) >= (1,), source is not self)
 
     def array(self, shape, dtype="uint8", *, offset=0, strides=None):
         """Return a numpy array over the memory, without copying.
@@ -234,7 +234,8 @@ cdef class Buffer:
         after : int, object with fileno(), Future, or Fence, optional
             What must be signalled before the block is used again. An ``int`` is an fd that becomes readable,
             which the pool takes over and closes; the fd of an object is duplicated; a Future
-            (``add_done_callback``) counts as signalled however it ends.
+            (``add_done_callback``) counts as signalled however it ends. On a buffer that was released already it is
+            ignored, and an fd stays the caller's.
         strict : bool, default False
             Raise instead of waiting when views, pins or DLPack tensors live.
 
@@ -469,11 +470,18 @@ cdef int Buffer_sync(Buffer self, int direction) except -1:
     return 0
 
 cdef Buffer Buffer_copy(Buffer self):
+    """Return a counted copy. The source is held: acquiring may run anybody's code, also such as releases it."""
     cdef Buffer copy
     check_copy(self._nbytes, DLPACK_COPY)
-    copy = self._pool.acquire(self._nbytes)
-    count_copy(self._nbytes, DLPACK_COPY)
-    memcpy(Buffer_data(copy), Buffer_data(self), self._nbytes)
+    if self._block == NULL:
+        return self
+    Buffer_ref(self)
+    try:
+        copy = self._pool.acquire(self._nbytes)
+        count_copy(self._nbytes, DLPACK_COPY)
+        memcpy(Buffer_data(copy), Buffer_data(self), self._nbytes)
+    finally:
+        block_unref(self._block)
     return copy
 
 

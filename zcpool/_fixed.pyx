@@ -43,6 +43,8 @@ cdef class FixedPool:
         if unknown:
             raise TypeError(f"a FixedPool has no {', '.join(sorted(unknown))}: its size is fixed")
         self._pool = Pool(backend, **options)
+        if size >= 1 << 63 or number >= 1 << 63:
+            self._pool.reserve(size, number)    # raises what says that this is too much
         self.nbytes = size
         self.count = number
         self._fills = {}

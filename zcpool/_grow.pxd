@@ -9,11 +9,11 @@ from zcpool._block cimport Block, Region
 from zcpool._carve cimport block_make, carve
 from zcpool._core cimport Core, lend, lent_total, list_of
 from zcpool._freelist cimport FreeList
-from zcpool._process cimport process
+from zcpool._process cimport backend_enter, backend_leave, process
 from zcpool._reclaim cimport arenas_trim, core_unlock, flight_end, list_oldest, list_trim, region_free, \
     region_link, region_unlink, regions_free, reserved_note
 from zcpool._request cimport BACKEND_FAILED, LIMIT_BYTES, LIMIT_HANDLES, NO_DESCRIPTORS, Request
-from zcpool._sizes cimport SMALL, round_up
+from zcpool._sizes cimport SMALL, largest_request, round_up
 
 cdef enum:
     FIRST_ARENA = 256 << 10     # bytes; arenas double from here to the configured size
@@ -137,6 +137,7 @@ cdef inline Region* region_call(Core* core, Request* rq, uint64_t nbytes) noexce
     """Call the backend, with no lock held."""
     cdef Region* r = <Region*>calloc(1, sizeof(Region))
     cdef uint32_t forks = process.generation
+    cdef int failed
     if r == NULL:
         rq.reason = NO_DESCRIPTORS
         return NULL
@@ -144,7 +145,10 @@ cdef inline Region* region_call(Core* core, Request* rq, uint64_t nbytes) noexce
     r.asked = nbytes
     r.bucket = SMALL if rq.carve else rq.bucket
     r.fd = -1
-    if core.ops.allocate(core.head.backend, r, nbytes, max(core.region_alignment, rq.alignment), &rq.fault) != 0:
+    backend_enter()
+    failed = core.ops.allocate(core.head.backend, r, nbytes, max(core.region_alignment, rq.alignment), &rq.fault)
+    backend_leave()
+    if failed:
         rq.reason = BACKEND_FAILED
         free(r)
         r = NULL
@@ -155,7 +159,7 @@ cdef inline Region* region_call(Core* core, Request* rq, uint64_t nbytes) noexce
         add64(&core.reserved, nbytes)
     if r == NULL:
         return NULL
-    r.nbytes = max(r.nbytes, nbytes)
+    r.nbytes = min(max(r.nbytes, nbytes), largest_request())
     add64(&core.counters.backend_allocations[r.bucket], 1)
     if count_up(&core.reserved, r.nbytes - nbytes, core.max_bytes):
         r.asked = r.nbytes

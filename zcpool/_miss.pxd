@@ -14,7 +14,7 @@ from zcpool._debug cimport block_arm
 from zcpool._fence cimport FENCE_BATCH, FenceNode, nodes_look, queue_take
 from zcpool._freelist cimport FreeList
 from zcpool._grow cimport arena_size, make_room, region_get, region_insert
-from zcpool._process cimport thread_cache
+from zcpool._process cimport in_backend, thread_cache
 from zcpool._reclaim cimport arenas_trim, caches_flush, core_unlock, fences_end, fences_return, flight_end, \
     flight_wait, list_bytes, list_oldest, list_trim, lists_trim, regions_free, steal
 from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, \
@@ -49,7 +49,7 @@ cdef inline Block* miss_try(Core* core, Request* rq) noexcept nogil:
         if b != NULL or (rq.reason != LIMIT_BYTES and rq.reason != LIMIT_HANDLES):
             return b
         if landed + rq.landed == load32_seq(&core.landed):
-            if load32_seq(&core.inflight) == 0 or waits == MAX_WAITS:
+            if load32_seq(&core.inflight) == 0 or waits == MAX_WAITS or in_backend():
                 return NULL
             turn = load32_seq(&core.flight_turn)
             flight_wait(core)

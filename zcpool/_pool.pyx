@@ -110,12 +110,15 @@ cdef class Pool:
                              f"not {arena_buckets!r}")
         align = check_alignment(alignment)
         limit = check_limit(max_bytes, "max_bytes")
-        handles = check_limit(max_handles, "max_handles")
+        handles = check_limit(None if max_handles is None else operator.index(max_handles), "max_handles")
+        if arena_bytes is None:
+            raise TypeError('arena_bytes must be a size, not None: arena_buckets="none" turns arenas off')
         arena = check_limit(arena_bytes, "arena_bytes")
         supplier = _registry.create(backend, backend_options)
+        state = State(supplier, name, alignment, on_pressure)
         Pool_open(self, supplier, align, limit, handles, arena, ARENA_LIMITS[arena_buckets],
                   (ZERO if zero_on_release else 0) | (DEBUG if debug_wanted() else 0))
-        self._state = State(supplier, name, alignment, on_pressure)
+        self._state = state
         live_pools.add(self)
 
     def __del__(self):
@@ -342,6 +345,9 @@ cdef int Pool_open(Pool self, Backend backend, uint64_t alignment, uint64_t limi
                    uint64_t arena_limit, uint32_t flags) except -1:
     cdef uint64_t granule = max(alignment, max(backend.granularity, <uint64_t>GRANULE))
     cdef Core* core
+    if granule > MAX_ALIGNMENT or granule & (granule - 1):
+        raise ValueError(f"granularity {backend.granularity} of the {backend.name} backend is not a power of two up to "
+                         f"{MAX_ALIGNMENT} bytes")
     if granule > backend.max_alignment and granule > backend.alignment:
         raise ValueError(f"alignment {alignment} is more than the {backend.name} backend can give: "
                          f"{max(backend.max_alignment, backend.alignment)} bytes")
@@ -369,9 +375,9 @@ cdef uint64_t check_alignment(alignment) except 0:
 cdef uint64_t check_limit(limit, str what) except? 0:
     if limit is None:
         return 0
-    value = parse_bytes(limit, what)
+    value = parse_bytes(limit, what) if isinstance(limit, str) else operator.index(limit)
     if value < 1:
-        raise ValueError(f"{what} must be positive, and is {value}; None means no limit")
+        raise ValueError(f"{what} must be positive, and is {value}")
     return min(value, largest_request())
 
 cdef inline Core* Pool_core(Pool self) except NULL:
@@ -424,7 +430,7 @@ cdef object Pool_acquire(Pool self, nbytes, alignment, bint exclusive, timeout, 
         if alignment is not None:
             Pool_check_alignment(self, alignment)
         if load32(&core.head.gate.flags) & CLOSED:
-            raise PoolError(f"pool {self.name!r} is closed")
+            raise PoolError(f"pool {self.name!r} is closed: make a new one")
         Buffer_begin(buf, self, NULL, 0)
         return buf
     Pool_request(self, &rq, size, alignment, exclusive)
@@ -488,7 +494,7 @@ cdef Block* Pool_find(Pool self, Request* rq, int64_t timeout) except? NULL:
 
 cdef bint Pool_press(Pool self, Request* rq) except -1:
     """Call on_pressure, unless this thread is inside it already; say whether it was called."""
-    thread = get_ident()
+    thread = process.generation, get_ident()     # a forked child has threads of the same name
     if thread in self._state.pressed:
         return False
     drop_error(rq)
@@ -549,13 +555,17 @@ cdef Block* Pool_wait(Pool self, Request* rq, int64_t timeout) except? NULL:
 cdef int Pool_reserve(Pool self, nbytes, count, alignment, bint exclusive, bint touch, bint founding) except -1:
     cdef Core* core = Pool_core(self)
     cdef Request rq
-    cdef uint64_t number = min(count, MAX_BLOCKS)
+    cdef uint64_t number
     cdef bint done
     size = parse_bytes(nbytes)
-    if size == 0 or number == 0:
+    if size == 0 or count == 0:
         return 0
     Pool_request(self, &rq, size, alignment, exclusive)
     rq.founding = founding
+    if count >= MAX_BLOCKS or count * rq.capacity >= largest_request():
+        rq.reason = TOO_LARGE       # before a machine's memory has gone into the attempt
+        Pool_fail(self, &rq, size * count, OutOfMemory)
+    number = count
     if rq.reason != TOO_LARGE:
         Pool_chores()
         with nogil:
@@ -577,8 +587,9 @@ cdef int Pool_fail(Pool self, Request* rq, size, kind) except -1:
         error = fault_error(&rq.fault)
         if not rq.fault.no_memory:
             raise error
+    drop_error(rq)
     if rq.reason == IS_CLOSED:
-        raise PoolError(f"pool {self.name!r} is closed")
+        raise PoolError(f"pool {self.name!r} is closed: make a new one")
     raise Pool_out_of_memory(self, rq, size, kind, error) from error
 
 cdef object Pool_out_of_memory(Pool self, Request* rq, size, kind, error):

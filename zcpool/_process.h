@@ -147,6 +147,13 @@ static inline void zc_process_start(void (*drain_cache)(void *), void (*forked)(
     pthread_once(&zc_process.once, zc_process_init);
 }
 
+/* Backend calls this thread is inside of. A backend that uses the pool it serves must not wait for its own call. */
+static ZC_TLS int zc_backend_depth = 0;
+
+static inline void zc_backend_enter(void) { zc_backend_depth++; }
+static inline void zc_backend_leave(void) { zc_backend_depth--; }
+static inline int zc_in_backend(void) { return zc_backend_depth > 0; }
+
 /* A number that no pool of this process has had: a thread cache and a pool's number are told apart by it alone. */
 static inline uint32_t zc_next_serial(void) { return zc_add_u32(&zc_process.serials, 1) + 1; }
 

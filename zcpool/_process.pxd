@@ -30,6 +30,10 @@ cdef extern from "_process.h" nogil:
     int thread_adopt "zc_thread_adopt"(uint32_t pool, void* cache) noexcept
     void* thread_id "zc_self_id"() noexcept
 
+    void backend_enter "zc_backend_enter"() noexcept
+    void backend_leave "zc_backend_leave"() noexcept
+    bint in_backend "zc_in_backend"() noexcept
+
     uint32_t next_serial "zc_next_serial"() noexcept
     char* error_text "zc_error_text"() noexcept
     void* gil_leave "zc_gil_leave"() noexcept

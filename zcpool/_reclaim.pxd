@@ -15,7 +15,7 @@ from zcpool._core cimport KINDS
 from zcpool._fence cimport POLLNVAL, FenceNode, close, queue_append
 from zcpool._freelist cimport INDEX_MASK, FreeList, block_at, cache_get, cache_spill, next_of, pop_all, \
     push_chain
-from zcpool._process cimport call_python, gil_leave, gil_return, process, slots_wake
+from zcpool._process cimport backend_enter, backend_leave, call_python, gil_leave, gil_return, process, slots_wake
 from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES
 
 # ---- thread caches -------------------------------------------------------------------------------------
@@ -152,7 +152,9 @@ cdef inline void region_free(Core* core, Region* r) noexcept nogil:
     cdef uint64_t nbytes = r.asked
     cdef uint32_t forks = process.generation
     add64(&core.counters.backend_frees[r.bucket], 1)
+    backend_enter()
     core.ops.free(core.head.backend, r)
+    backend_leave()
     free(r)
     if forks != process.generation:
         add32(&core.inflight, 1)    # the backend forked, and this is the child: its books know nothing of this

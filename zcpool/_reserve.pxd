@@ -1,7 +1,7 @@
 # Preparing a pool: blocks made ahead, so that the loop that follows makes no backend call.
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from zcpool._atomics cimport load32, loadptr_acquire, mutex_lock
+from zcpool._atomics cimport load32, load32_seq, loadptr_acquire, mutex_lock
 from zcpool._block cimport CLOSED, FIXED, VISIBLE, Block, Region
 from zcpool._core cimport Core, list_of
 from zcpool._freelist cimport FreeList, next_of, pop_all, push_chain, set_next
@@ -51,6 +51,10 @@ cdef inline bint core_reserve(Core* core, Request* rq, uint64_t count, bint touc
         prepared_touch(core, &new)
     if new.first != NULL:
         push_chain(&list_of(core, rq.kind, rq.cls).head, new.first, new.last)
+    if load32_seq(&core.head.gate.flags) & CLOSED:
+        core.drain(core)        # closed meanwhile: nobody else would give these back
+        rq.reason = IS_CLOSED
+        return False
     return have + new.count >= count
 
 cdef inline uint64_t count_free(Core* core, Request* rq, uint64_t count) noexcept nogil:

@@ -69,6 +69,14 @@ cdef inline void core_sums(Core* core, BucketSums* sums) noexcept nogil:
     cdef uint64_t left, total
     cdef int i
     mutex_lock(&core.lock)
+    # Acquires first: releases are what of them is not in use, and so never more than there were.
+    c = core.caches
+    for i in range(4):
+        sums[i].acquires = load64(&core.counters.acquires[i])
+    while c != NULL:
+        for i in range(4):
+            sums[i].acquires += load64(&c.acquires[i])
+        c = c.next
     r = core.regions
     while r != NULL:
         sums[r.bucket].handles += 1
@@ -85,14 +93,8 @@ cdef inline void core_sums(Core* core, BucketSums* sums) noexcept nogil:
         r = r.next
     total = 0
     for i in range(4):
-        sums[i].acquires = load64(&core.counters.acquires[i])
         peak_note(&core.counters.peak_in_use[i], sums[i].in_use_bytes)
         peak_note(&core.counters.peak_reserved[i], sums[i].reserved_bytes)
         total += sums[i].in_use_bytes
     peak_note(&core.counters.peak_in_use_total, total)
-    c = core.caches
-    while c != NULL:
-        for i in range(4):
-            sums[i].acquires += load64(&c.acquires[i])
-        c = c.next
     core_unlock(core)
