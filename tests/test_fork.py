@@ -8,6 +8,7 @@ import os
 import random
 import select
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -17,6 +18,7 @@ import pytest
 from harness import MIB, Pages, eventually, fork_child, in_child, join_child, readable, run_quietly, settle
 
 import zcpool
+from zcpool import _registry
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here"),
@@ -899,3 +901,34 @@ def test_a_child_that_ends_as_a_script_does_is_silent():
         held.append(pools[0].acquire(100))
         fence.set()
     """)
+
+
+# ---- locks of Python's that another thread may hold ----------------------------------------------------------
+
+
+def test_children_forked_while_backends_are_looked_up_never_hang():
+    stop = threading.Event()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads are caught in the midst of it
+
+    def make():
+        while not stop.is_set():
+            _registry.create("posix", {})
+
+    threads = [threading.Thread(target=make) for _ in range(3)]
+    for t in threads:
+        t.start()
+    try:
+        for _ in range(200):
+            in_child(lambda: zcpool.Pool().acquire(100), timeout=10)
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        for t in threads:
+            t.join()
+
+
+def test_a_child_forked_while_copies_are_counted_never_hangs():
+    counting = sys.modules["zcpool.copies"]
+    with counting._lock:
+        in_child(lambda: zcpool.copies(), timeout=10)

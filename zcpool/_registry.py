@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import threading
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +19,7 @@ __all__ = ["available", "create", "names", "register", "unavailable"]
 GROUP = "zcpool.backends"
 BUILT_IN = {"posix": "zcpool.backends.posix:PosixBackend"}
 
-_lock = threading.Lock()  # guards _factories; nothing but dictionary work happens under it
+# No lock: each use is one atomic operation of a dictionary, and a forked child could not take over a held one.
 _factories: dict[str, Callable[..., Backend]] = {}
 
 
@@ -37,15 +37,12 @@ def register(name: str, factory: Callable[..., Backend]) -> None:
     """
     if not callable(factory):
         raise TypeError(f"a backend is registered by a callable that returns it, not by {factory!r}")
-    with _lock:
-        _factories[name] = factory
+    _factories[name] = factory
 
 
 def names() -> list[str]:
     """Return the names of all backends, whether they work here or not."""
-    with _lock:
-        registered = set(_factories)
-    return sorted(registered | set(BUILT_IN) | {point.name for point in _entry_points()})
+    return sorted(set(_factories) | set(BUILT_IN) | {point.name for point in _entry_points()})
 
 
 def available() -> list[str]:
@@ -99,13 +96,14 @@ def create(backend: str | Backend, options: dict[str, Any]) -> Backend:
 
 
 def _factory(name: str) -> Callable[..., Backend]:
-    with _lock:
-        factory = _factories.get(name)
+    factory = _factories.get(name)
     if factory is not None:
         return factory
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
-        found: Callable[..., Backend] = getattr(importlib.import_module(module), attribute)
+        # Python 3.9 takes the module's lock even when it is loaded: a child forked meanwhile would wait for ever.
+        loaded_module = sys.modules.get(module) or importlib.import_module(module)
+        found: Callable[..., Backend] = getattr(loaded_module, attribute)
         return found
     for point in _entry_points():
         if point.name == name:

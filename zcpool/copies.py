@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,17 @@ __all__ = ["CopyCount", "check_copy", "copies", "count_copy", "require_zero_copy
 
 _lock = threading.Lock()  # guards _reasons; nothing but dictionary work happens under it
 _reasons: dict[str, list[int]] = {}
+
+
+def _forked() -> None:
+    """Give a child a lock of its own: the parent's may be held by a thread that is not here."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
 _forbidden: contextvars.ContextVar[bool] = contextvars.ContextVar("zcpool_require_zero_copy", default=False)
 
 
