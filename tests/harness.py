@@ -91,16 +91,6 @@ def settle():
         select.select([], [], [], 0)  # gives the GIL away and takes it again
 
 
-def eventually(condition, timeout=20):
-    """Wait until a condition holds; say whether it does."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
-
-
 def readable(fd, timeout=0):
     """Wait until an fd (or an object with one) is readable; say whether it is. Takes fds of any size."""
     poll = select.poll()

@@ -10,7 +10,8 @@ import weakref
 
 import numpy as np
 import pytest
-from harness import MIB, Pages, eventually, run_quietly, settle
+from harness import MIB, Pages, run_quietly, settle
+from helpers import eventually
 
 import zcpool
 

@@ -16,7 +16,8 @@ import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from harness import MIB, Pages, eventually, open_fds, readable, settle
+from harness import MIB, Pages, open_fds, readable, settle
+from helpers import eventually
 
 import zcpool
 

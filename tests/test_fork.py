@@ -15,7 +15,8 @@ import warnings
 
 import numpy as np
 import pytest
-from harness import MIB, Pages, eventually, fork_child, in_child, join_child, readable, run_quietly, settle
+from harness import MIB, Pages, fork_child, in_child, join_child, readable, run_quietly, settle
+from helpers import eventually
 
 import zcpool
 from zcpool import _registry

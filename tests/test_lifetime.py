@@ -10,7 +10,8 @@ import weakref
 
 import numpy as np
 import pytest
-from harness import MIB, Journal, Pages, eventually, run_python, run_quietly, settle
+from harness import MIB, Journal, Pages, run_python, run_quietly, settle
+from helpers import eventually
 
 import zcpool
 

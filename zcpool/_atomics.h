@@ -13,7 +13,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <poll.h>
 #include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -157,23 +156,6 @@ static inline void zc_mutex_unlock(uint32_t *m)
 }
 
 /* ---- fds ----------------------------------------------------------------------------------------- */
-
-/* 1 the fence has signalled, 0 not yet, -1 the fd is not open any more. A hung-up or failed fence counts as
- * signalled: whoever was to signal it is gone or done. */
-static inline int zc_fd_signalled(int fd)
-{
-    struct pollfd p;
-    int n;
-    p.fd = fd;
-    p.events = POLLIN;
-    p.revents = 0;
-    do
-        n = poll(&p, 1, 0);
-    while (n < 0 && errno == EINTR);
-    if (n <= 0)
-        return 0;
-    return (p.revents & POLLNVAL) ? -1 : 1;
-}
 
 /* 0 usable as a fence, else why not: 1 not open, 2 a regular file or directory (always readable). */
 static inline int zc_fd_check(int fd)

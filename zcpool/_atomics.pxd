@@ -9,12 +9,10 @@ cdef extern from "_atomics.h" nogil:
     uint64_t load64_acquire "zc_load_acquire_u64"(const uint64_t* p) noexcept
     uint64_t load64_seq "zc_load_seq_u64"(const uint64_t* p) noexcept
     void store64 "zc_store_u64"(uint64_t* p, uint64_t v) noexcept
-    void store64_release "zc_store_release_u64"(uint64_t* p, uint64_t v) noexcept
     uint64_t add64 "zc_add_u64"(uint64_t* p, uint64_t v) noexcept
     uint64_t sub64 "zc_sub_u64"(uint64_t* p, uint64_t v) noexcept
     uint64_t or64 "zc_or_u64"(uint64_t* p, uint64_t v) noexcept
     uint64_t and64 "zc_and_u64"(uint64_t* p, uint64_t v) noexcept
-    uint64_t swap64 "zc_swap_u64"(uint64_t* p, uint64_t v) noexcept
     bint cas64 "zc_cas_u64"(uint64_t* p, uint64_t* expected, uint64_t desired) noexcept
     void bump64 "zc_bump_u64"(uint64_t* p, uint64_t v) noexcept
 
@@ -50,7 +48,6 @@ cdef extern from "_atomics.h" nogil:
     void futex_wait "zc_futex_wait"(uint32_t* word, uint32_t seen, int64_t timeout_ns) noexcept
     void futex_wake_all "zc_futex_wake_all"(uint32_t* word) noexcept
 
-    int fd_signalled "zc_fd_signalled"(int fd) noexcept
     int fd_check "zc_fd_check"(int fd) noexcept
     int fd_dup "zc_fd_dup"(int fd) noexcept
     int64_t now_ns "zc_now_ns"() noexcept

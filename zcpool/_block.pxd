@@ -28,7 +28,6 @@ from zcpool._atomics cimport cas64, load64, load64_acquire, store64, sub64
 
 
 cdef enum:
-    REF_BITS = 20
     STATE_SHIFT = 20
     GEN_SHIFT = 24
     REFS_MAX = (1 << 20) - 1

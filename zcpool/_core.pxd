@@ -21,7 +21,6 @@ from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES, class_of, round_up
 cdef enum:
     # A kind is a set of free lists: the log2 of an alignment above the pool's own, relative to the granule
     # (0: the pool's alignment suffices), plus EXCLUSIVE for regions of their own below the arena limit.
-    ALIGNMENTS = 16         # up to 2 MiB
     EXCLUSIVE = 16
     KINDS = 32
     LENT_BOUND = 4 << 20    # bytes; like the bound of a thread cache
@@ -71,7 +70,6 @@ cdef struct Core:
     Region* regions                 # guarded by lock
     uint64_t held[4]                # bytes of regions in the pool, by bucket; guarded by lock
     uint64_t arena_total            # atomic to read, guarded by lock to change
-    uint64_t n_regions
     uint64_t carved_bytes           # bytes of all blocks that are not spans; atomic to read, guarded by lock to change
     ThreadCache* caches             # guarded by lock to change, read by visitors under lock
     FenceQueue fences
@@ -108,16 +106,16 @@ cdef inline void lend(Core* core, int bucket, uint64_t nbytes) noexcept nogil:
     The peak is exact for one thread, and misses at most LENT_BOUND and a block for each other thread and bucket. Bytes
     that wait in thread caches count as lent, so it is high by at most the caches' bound.
     """
-    cdef ThreadCache* c = <ThreadCache*>thread_cache(core.head.id)
-    if likely(c != NULL):
-        lend_here(core, c, bucket, nbytes)
-    else:
+    lend_by(core, <ThreadCache*>thread_cache(core.head.id), bucket, nbytes)
+
+cdef inline void lend_by(Core* core, ThreadCache* c, int bucket, uint64_t nbytes) noexcept nogil:
+    """The same for a caller that knows the thread's cache, or that it has none."""
+    cdef uint64_t mine
+    if unlikely(c == NULL):
         add64(&core.lent[bucket], nbytes)
         peaks_note(core, bucket, load64(&core.lent[bucket]), lent_told(core))
-
-cdef inline void lend_here(Core* core, ThreadCache* c, int bucket, uint64_t nbytes) noexcept nogil:
-    """The same for a thread that has a cache."""
-    cdef uint64_t mine = load64(&c.lent[bucket]) + nbytes
+        return
+    mine = load64(&c.lent[bucket]) + nbytes
     if unlikely(<int64_t>mine > <int64_t>(LENT_BOUND + nbytes)):
         add64(&core.lent[bucket], mine)
         mine = 0
@@ -168,11 +166,14 @@ cdef inline Block* hand_out(Block* b, uint64_t nbytes, int state) noexcept nogil
 
 cdef inline Block* take_shared(Core* core, int kind, int cls) noexcept nogil:
     """Take a free block from a shared list, or return NULL."""
-    cdef FreeList* shared = list_of(core, kind, cls)
+    return take_by(core, <ThreadCache*>thread_cache(core.head.id), list_of(core, kind, cls))
+
+cdef inline Block* take_by(Core* core, ThreadCache* c, FreeList* shared) noexcept nogil:
+    """The same for a caller that knows the thread's cache, or that it has none."""
     cdef Block* b = pop(&shared.head)
-    if b != NULL:
+    if likely(b != NULL):
         store32(&shared.stamp, load32(&core.epoch))
-        lend(core, b.bucket, b.capacity)
+        lend_by(core, c, b.bucket, b.capacity)
     return b
 
 cdef inline Block* take_cached(Core* core, ThreadCache* c, int cls) noexcept nogil:
@@ -204,10 +205,7 @@ cdef inline Block* core_take(Core* core, uint64_t nbytes, int state) noexcept no
             b = take_cached(core, c, cls)
         tryunlock(&c.lock)
     elif likely(not load32(&core.head.gate.flags) & SLOW_ACQUIRE):
-        b = pop(&list_of(core, 0, cls).head)
-        if likely(b != NULL):
-            store32(&list_of(core, 0, cls).stamp, load32(&core.epoch))
-            lend_here(core, c, b.bucket, b.capacity)
+        b = take_by(core, c, list_of(core, 0, cls))
     if likely(b != NULL):
         bump64(&c.acquires[b.bucket], 1)    # only its owner writes it
         hand_out(b, nbytes, state)

@@ -8,7 +8,7 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdio cimport fprintf, snprintf, stderr
 from libc.string cimport memset
 
-from zcpool._atomics cimport add32, load64, trylock, tryunlock
+from zcpool._atomics cimport load64, trylock, tryunlock
 from zcpool._block cimport DEBUG, VISIBLE, ZERO, Block
 from zcpool._freelist cimport cold
 
@@ -18,7 +18,6 @@ cdef enum:
 
 
 cdef struct FaultLog:
-    uint32_t count          # atomic
     uint32_t lock           # trylock; guards text
     char text[256]          # the first fault nobody has read
 
@@ -39,7 +38,6 @@ cdef inline void fault(FaultLog* log, Block* b, const char* what, uint64_t at) n
         if log.text[0] == 0:
             snprintf(log.text, sizeof(log.text), "%s", text)
         tryunlock(&log.lock)
-    add32(&log.count, 1)
 
 cdef inline void block_wipe(Block* b, uint32_t flags, FaultLog* log) noexcept nogil:
     """Check and overwrite a block on its way home."""

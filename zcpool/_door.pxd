@@ -9,16 +9,16 @@ from libc.string cimport memset
 
 from zcpool._atomics cimport add64, cas64, fd_check, likely, load32, load32_acquire, load64, now_ns, sub64, unlikely
 from zcpool._backend cimport Fault, fault_error
-from zcpool._block cimport DEBUG, FOREIGN, GEN_SHIFT, HELD, NEEDS_SYNC, RETIRED, Block, Region, ThreadCache, \
+from zcpool._block cimport DEBUG, FOREIGN, GEN_SHIFT, HELD, NEEDS_SYNC, RETIRED, Block, ThreadCache, \
     block_ref, block_unref, word_make, word_owned, word_refs, word_state
 from zcpool._core cimport Core, core_release, core_take
 from zcpool._fence cimport FenceNode, fence_node
 from zcpool._freelist cimport INDEX_MASK, block_at
 from zcpool._arena cimport offset_of
 from zcpool._miss cimport cache_of, core_miss, core_trim, fences_poll
-from zcpool._process cimport CHUNK, POOLS, error_text, gil_leave, gil_return, process, thread_cache
+from zcpool._process cimport CHUNK, POOLS, error_text, gil_leave, gil_return, process
 from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, TOO_LARGE, \
-    Request, request_init
+    Request, request_init, worth_waiting
 from zcpool._sizes cimport MAX_SHIFT
 from zcpool._stats cimport BucketSums, core_sums
 from zcpool._wait cimport wait_begin, wait_end, wait_some
@@ -145,7 +145,7 @@ cdef inline const Block* door_acquire_with(uint64_t pool, size_t nbytes, size_t 
     request_init(core, &rq, nbytes, alignment, flags & ZC_EXCLUSIVE, HELD)
     left = gil_leave()
     b = core_miss(core, &rq)
-    if b == NULL and timeout_ns != 0 and rq.reason != IS_CLOSED and rq.reason != TOO_LARGE:
+    if b == NULL and timeout_ns != 0 and worth_waiting(&rq):
         b = door_wait(core, &rq, timeout_ns)
     gil_return(left)
     if b == NULL:
@@ -164,7 +164,7 @@ cdef inline Block* door_wait(Core* core, Request* rq, int64_t timeout_ns) noexce
         b = core_miss(core, rq)
         if timeout_ns >= 0:
             left = deadline - now_ns()
-        if b != NULL or rq.reason == IS_CLOSED or rq.reason == TOO_LARGE or (timeout_ns >= 0 and left <= 0):
+        if b != NULL or not worth_waiting(rq) or (timeout_ns >= 0 and left <= 0):
             break
         wait_some(core, slot, left)
     wait_end(core, slot)

@@ -37,7 +37,6 @@ cdef struct FenceQueue:
     FenceNode* first        # the rest is guarded by core.lock
     FenceNode* last
     uint64_t pending        # atomic: nodes anywhere
-    uint64_t broken         # atomic: fds closed by somebody else; their blocks stay retired
 
 
 cdef inline FenceNode* fence_node(Block* block, int fd) noexcept nogil:

@@ -11,7 +11,7 @@ from zcpool._core cimport Core, lend, lent_total, list_of
 from zcpool._freelist cimport FreeList
 from zcpool._process cimport backend_enter, backend_leave, process
 from zcpool._reclaim cimport arenas_trim, core_unlock, flight_end, list_oldest, list_trim, region_free, \
-    region_link, region_unlink, regions_free, reserved_note
+    region_link, region_return, region_unlink, regions_free, reserved_note
 from zcpool._request cimport BACKEND_FAILED, LIMIT_BYTES, LIMIT_HANDLES, NO_DESCRIPTORS, Request
 from zcpool._sizes cimport SMALL, largest_request, round_up
 
@@ -165,25 +165,30 @@ cdef inline Region* region_call(Core* core, Request* rq, uint64_t nbytes) noexce
         r.asked = r.nbytes
         return r
     rq.reason = LIMIT_BYTES     # the backend gave more than was asked, and more than may be
-    core.ops.free(core.head.backend, r)
-    add64(&core.counters.backend_frees[r.bucket], 1)
-    free(r)
+    region_return(core, r)
     return NULL
+
+cdef inline bint region_put(Core* core, Request* rq, Region* r, Block** own) noexcept nogil:
+    """Put a fresh region into the pool; one that is not carved is a block, held by the caller. Under core.lock."""
+    if not region_begin(r, rq.carve, rq.capacity):
+        return False
+    region_link(core, r)
+    reserved_note(core, r, True)
+    if not rq.carve:
+        r.carved_bytes = rq.capacity
+        own[0] = block_make(core, r.first, rq.kind, rq.cls)
+    return True
 
 cdef inline Block* region_insert(Core* core, Request* rq, Region* r) noexcept nogil:
     """Put a fresh region into the pool and take a block of it."""
     cdef Block* b = NULL
     cdef Region* chain = NULL
     mutex_lock(&core.lock)
-    if region_begin(r, rq.carve, rq.capacity):
-        region_link(core, r)
+    if region_put(core, rq, r, &b):
         if rq.carve:
             b = carve(core, rq)
         else:
-            r.carved_bytes = rq.capacity
-            b = block_make(core, r.first, rq.kind, rq.cls)
             lend(core, b.bucket, b.capacity)
-        reserved_note(core, r, True)
     if b == NULL:
         rq.reason = NO_DESCRIPTORS
         if r.first != NULL:

@@ -52,14 +52,8 @@ cdef inline void core_clear(Core* core) noexcept nogil:
     """Forget the last pool: lists are empty, regions gone. Thread caches stay with their threads."""
     cdef ThreadCache* c = core.caches
     cdef int kind, cls
-    memset(&core.counters, 0, sizeof(core.counters))
-    memset(core.lent, 0, sizeof(core.lent))
-    memset(core.held, 0, sizeof(core.held))
-    core.arena_total = core.carved_bytes = core.recent_peak = 0
-    core.patience = 0
-    core.faults.count = 0
+    books_clear(core)
     core.faults.text[0] = 0
-    core.fences.broken = 0
     for kind in range(KINDS):
         if core.lists[kind] != NULL:
             for cls in range(CLASSES):      # heads are empty, and keep their tags
@@ -67,10 +61,19 @@ cdef inline void core_clear(Core* core) noexcept nogil:
                 core.lists[kind][cls].trimmed = 0
     while c != NULL:
         spinlock(&c.lock)
-        memset(c.acquires, 0, sizeof(c.acquires))
-        memset(c.lent, 0, sizeof(c.lent))
+        cache_books_clear(c)
         tryunlock(&c.lock)
         c = c.next
+
+cdef inline void books_clear(Core* core) noexcept nogil:
+    memset(&core.counters, 0, sizeof(core.counters))
+    memset(core.lent, 0, sizeof(core.lent))
+    memset(core.held, 0, sizeof(core.held))
+    core.arena_total = core.carved_bytes = core.recent_peak = core.patience = 0
+
+cdef inline void cache_books_clear(ThreadCache* c) noexcept nogil:
+    memset(c.acquires, 0, sizeof(c.acquires))
+    memset(c.lent, 0, sizeof(c.lent))
 
 cdef inline Core* core_new(Backend backend, uint64_t granule, uint32_t flags) except NULL:
     """Return a control block for a new pool, open, holding a reference of the backend."""
@@ -206,7 +209,7 @@ cdef inline void core_forked(Core* core) noexcept nogil:
     cdef ThreadCache* c = core.caches
     cdef int kind, cls
     core.lock = core.dirty = core.inflight = 0
-    core.wait_mask = core.reserved = core.handles = core.n_regions = 0
+    core.wait_mask = core.reserved = core.handles = 0
     and32(&core.head.gate.flags, ~<uint32_t>WAITERS)
     core.head.pins = 0
     core.regions = core.deferred = NULL
@@ -226,16 +229,9 @@ cdef inline void core_forked(Core* core) noexcept nogil:
         for cls in range(SMALL_CLASSES):
             c.slots[cls].head = NULL
             c.slots[cls].count = 0
+        cache_books_clear(c)
         c = c.next
-    core.arena_total = core.carved_bytes = core.recent_peak = 0
-    memset(&core.counters, 0, sizeof(core.counters))
-    memset(core.lent, 0, sizeof(core.lent))
-    memset(core.held, 0, sizeof(core.held))
-    c = core.caches
-    while c != NULL:
-        memset(c.acquires, 0, sizeof(c.acquires))
-        memset(c.lent, 0, sizeof(c.lent))
-        c = c.next
+    books_clear(core)
 
 cdef inline void life_begin() noexcept nogil:
     """Set the process-wide hooks, once."""

@@ -15,7 +15,7 @@ from zcpool._life cimport chores, core_close, core_new, core_orphan, life_begin
 from zcpool._miss cimport core_miss, core_trim, fences_poll
 from zcpool._process cimport chores_due, descriptor, process
 from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, \
-    NO_DESCRIPTORS, TOO_LARGE, Request, request_init
+    NO_DESCRIPTORS, TOO_LARGE, Request, request_init, worth_waiting
 from zcpool._reserve cimport core_reserve
 from zcpool._sizes cimport GRANULE, class_bytes, largest_request
 from zcpool._stats cimport BucketSums, core_held, core_sums
@@ -482,11 +482,11 @@ cdef Block* Pool_find(Pool self, Request* rq, int64_t timeout) except? NULL:
         chores(NULL)
         with nogil:
             block = core_miss(core, rq)
-    if block == NULL and self._state.on_pressure is not None and may_retry(rq):
+    if block == NULL and self._state.on_pressure is not None and worth_waiting(rq):
         if Pool_press(self, rq):
             with nogil:
                 block = core_miss(core, rq)
-    if block == NULL and timeout != 0 and may_retry(rq):
+    if block == NULL and timeout != 0 and worth_waiting(rq):
         block = Pool_wait(self, rq, timeout)
     if block != NULL:
         drop_error(rq)
@@ -509,10 +509,6 @@ cdef bint Pool_press(Pool self, Request* rq) except -1:
     Pool_chores()
     return True
 
-cdef inline bint may_retry(Request* rq) noexcept:
-    return rq.reason != IS_CLOSED and rq.reason != TOO_LARGE and not (
-        rq.reason == BACKEND_FAILED and not rq.fault.no_memory)
-
 cdef inline void drop_error(Request* rq) noexcept:
     """Forget the Python exception of a failed try that will be repeated."""
     if rq.fault.error != NULL:
@@ -532,7 +528,7 @@ cdef Block* Pool_wait(Pool self, Request* rq, int64_t timeout) except? NULL:
             drop_error(rq)
             with nogil:
                 block = core_miss(core, rq)
-            if block != NULL or not may_retry(rq):
+            if block != NULL or not worth_waiting(rq):
                 return block
             if timeout >= 0:
                 left = deadline - now_ns()
@@ -594,12 +590,8 @@ cdef int Pool_fail(Pool self, Request* rq, size, kind) except -1:
 
 cdef object Pool_out_of_memory(Pool self, Request* rq, size, kind, error):
     cdef BucketSums sums[4]
-    cdef Core* core = self._core
     cdef int i
-    memset(sums, 0, sizeof(sums))
-    with nogil:
-        core_sums(core, sums)
-    s = Pool_stats(self)
+    s = Pool_sums(self, sums)
     details = {
         "asked": size, "reason": REASONS[<int>rq.reason], "limit": self.max_bytes, "in_use": s.in_use_bytes,
         "cached": s.cached_bytes, "retired": s.retired_bytes,
@@ -620,10 +612,14 @@ cdef dict REASONS = {
 # ---- the books ---------------------------------------------------------------------------------------------------
 
 cdef object Pool_stats(Pool self):
-    cdef Core* core = Pool_core(self)
     cdef BucketSums sums[4]
+    return Pool_sums(self, sums)
+
+cdef object Pool_sums(Pool self, BucketSums* sums):
+    """Fill four BucketSums, and return the PoolStats made of them."""
+    cdef Core* core = Pool_core(self)
     cdef int i
-    memset(sums, 0, sizeof(sums))
+    memset(sums, 0, 4 * sizeof(BucketSums))
     with nogil:
         fences_poll(core)
         core_sums(core, sums)

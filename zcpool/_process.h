@@ -9,6 +9,7 @@
 
 #include "_atomics.h"
 #include <Python.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>

@@ -48,6 +48,5 @@ cdef extern from "_process.h" nogil:
 
     int slot_take "zc_slot_take"() noexcept
     void slot_give "zc_slot_give"(int slot) noexcept
-    void slot_drain "zc_slot_drain"(int slot) noexcept
     void slots_wake "zc_slots_wake"(uint64_t mask) noexcept
     int slot_wait "zc_slot_wait"(int slot, const int* fences, int n_fences, int64_t timeout_ns) noexcept

@@ -10,8 +10,7 @@ from zcpool._arena cimport arena_join, region_end
 from zcpool._atomics cimport add32, add64, bump64, casptr, futex_wait, futex_wake_all, load32, load32_seq, load64, \
     loadptr, mutex_trylock, mutex_unlock, or32, spinlock, sub32, sub64, swap32, tryunlock
 from zcpool._block cimport CLOSED, ORPHAN, PYTHON_BACKEND, WAITERS, Block, Region, ThreadCache, block_unref
-from zcpool._core cimport Core, home_of, list_of, peak_note, take_shared, unlend
-from zcpool._core cimport KINDS
+from zcpool._core cimport KINDS, Core, home_of, list_of, peak_note, take_shared, unlend
 from zcpool._fence cimport POLLNVAL, FenceNode, close, queue_append
 from zcpool._freelist cimport INDEX_MASK, FreeList, block_at, cache_get, cache_spill, next_of, pop_all, \
     push_chain
@@ -96,7 +95,6 @@ cdef inline void region_link(Core* core, Region* r) noexcept nogil:
     if core.regions != NULL:
         core.regions.prev = r
     core.regions = r
-    core.n_regions += 1
 
 cdef inline void region_unlink(Core* core, Region* r, Region** chain) noexcept nogil:
     """Take a region none of whose blocks anybody holds out of the pool, onto a chain of regions to free."""
@@ -106,7 +104,6 @@ cdef inline void region_unlink(Core* core, Region* r, Region** chain) noexcept n
         core.regions = r.next
     if r.next != NULL:
         r.next.prev = r.prev
-    core.n_regions -= 1
     bump64(&core.carved_bytes, <uint64_t>0 - r.carved_bytes)
     reserved_note(core, r, False)
     region_end(r)
@@ -151,16 +148,20 @@ cdef inline uint64_t regions_free(Core* core, Region* chain, bint may_run_python
 cdef inline void region_free(Core* core, Region* r) noexcept nogil:
     cdef uint64_t nbytes = r.asked
     cdef uint32_t forks = process.generation
-    add64(&core.counters.backend_frees[r.bucket], 1)
-    backend_enter()
-    core.ops.free(core.head.backend, r)
-    backend_leave()
-    free(r)
+    region_return(core, r)
     if forks != process.generation:
         add32(&core.inflight, 1)    # the backend forked, and this is the child: its books know nothing of this
         return
     sub64(&core.reserved, nbytes)
     sub64(&core.handles, 1)
+
+cdef inline void region_return(Core* core, Region* r) noexcept nogil:
+    """Call the backend, with no lock held."""
+    add64(&core.counters.backend_frees[r.bucket], 1)
+    backend_enter()
+    core.ops.free(core.head.backend, r)
+    backend_leave()
+    free(r)
 
 cdef inline void region_defer(Core* core, Region* r) noexcept nogil:
     """Leave a region to the next Python entry point: a release must not wait for the GIL."""
@@ -319,9 +320,9 @@ cdef inline bint fences_end(Core* core, FenceNode** batch, short* seen, int n) n
             continue
         any_ = True
         sub64(&core.fences.pending, 1)
-        if seen[i] & POLLNVAL:
-            add64(&core.fences.broken, 1)   # closed behind our back: nobody knows when the device is done
-        else:
+        # An fd that was closed behind our back says nothing: nobody knows when the device is done, and the block
+        # stays retired.
+        if not seen[i] & POLLNVAL:
             close(batch[i].fd)
             block_unref(batch[i].block)
         free(batch[i])

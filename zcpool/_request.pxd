@@ -62,6 +62,11 @@ cdef inline void request_init(Core* core, Request* rq, uint64_t nbytes, uint64_t
         rq.kind += EXCLUSIVE
 
 
+cdef inline bint worth_waiting(Request* rq) noexcept nogil:
+    """Say whether a failed request can succeed once somebody gives memory back."""
+    return rq.reason != IS_CLOSED and rq.reason != TOO_LARGE and not (
+        rq.reason == BACKEND_FAILED and not rq.fault.no_memory)
+
 cdef inline bint kind_ensure(Core* core, int kind) noexcept nogil:
     """Make the free lists of a kind when it is first used; they stay with the control block."""
     cdef void* lists = NULL

@@ -5,12 +5,10 @@ from zcpool._atomics cimport load32, load32_seq, loadptr_acquire, mutex_lock
 from zcpool._block cimport CLOSED, FIXED, VISIBLE, Block, Region
 from zcpool._core cimport Core, list_of
 from zcpool._freelist cimport FreeList, next_of, pop_all, push_chain, set_next
-from zcpool._arena cimport region_begin
-from zcpool._carve cimport block_make, carve_one
-from zcpool._grow cimport arena_size, region_get
+from zcpool._carve cimport carve_one
+from zcpool._grow cimport arena_size, region_get, region_put
 from zcpool._miss cimport refused
-from zcpool._reclaim cimport arenas_trim, caches_flush, core_unlock, flight_end, lists_trim, region_link, \
-    regions_free, reserved_note
+from zcpool._reclaim cimport arenas_trim, caches_flush, core_unlock, flight_end, lists_trim, regions_free
 from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, LIMIT_BYTES, LIMIT_HANDLES, NO_DESCRIPTORS, \
     Request, kind_ensure
 
@@ -104,14 +102,10 @@ cdef inline bint prepare(Core* core, Request* rq, uint64_t wanted, Prepared* new
     if r == NULL:
         return False
     mutex_lock(&core.lock)
-    if region_begin(r, rq.carve, rq.capacity):
-        region_link(core, r)
-        reserved_note(core, r, True)
+    if region_put(core, rq, r, &b):
         if rq.carve:
             carve_some(core, rq, wanted, new)
         else:
-            r.carved_bytes = rq.capacity
-            b = block_make(core, r.first, rq.kind, rq.cls)
             prepared_add(new, b)
         core_unlock(core)
     else:
