@@ -8,6 +8,7 @@ import inspect
 import math
 import pickle
 import struct
+import sys
 import threading
 import warnings
 import weakref
@@ -786,6 +787,78 @@ def test_a_weak_reference_to_a_buffer_does_not_keep_its_block(pool):
     ref = weakref.ref(pool.acquire(100))
     assert ref() is None
     assert pool.stats().in_use_blocks == 0
+
+
+def test_buffers_live_again_after_many_have_died_at_once(pool):
+    """Dead buffers are kept for the next ones: more than are kept die here, twice."""
+    for _ in range(2):
+        many = [pool.acquire(100 + i) for i in range(200)]
+        assert [b.nbytes for b in many] == list(range(100, 300))
+        assert len({b.address for b in many}) == 200
+        del many
+    assert pool.stats().in_use_blocks == 0
+    assert balanced(pool)
+
+
+def test_a_buffer_knows_nothing_of_the_one_that_died_before(pool):
+    b = pool.acquire(1000)
+    with b.pin():
+        b.release()
+    del b
+    fresh = pool.acquire(0)
+    assert (fresh.nbytes, fresh.capacity, fresh.released) == (0, 0, False)
+    assert "pin" not in repr(fresh)
+
+
+def test_the_death_of_a_buffer_leaves_the_exception_that_is_handled(pool):
+    handled = []
+    try:
+        raise KeyError("kept")
+    except KeyError:
+        pool.acquire(100)
+        handled.append(sys.exc_info()[1])
+    assert repr(handled) == "[KeyError('kept')]"
+
+
+def test_a_weak_reference_is_told_when_its_buffer_dies(pool):
+    told = []
+    b = pool.acquire(100)
+    ref = weakref.ref(b, told.append)
+    del b
+    assert told == [ref]
+    again = pool.acquire(100)
+    assert ref() is None, "it does not see the next buffer"
+    assert weakref.getweakrefcount(again) == 0
+
+
+def test_the_collector_sees_living_buffers_only(pool):
+    many = [pool.acquire(100) for _ in range(10)]
+    assert sum(any(o is b for b in many) for o in gc.get_objects()) == 10
+    del many
+    assert not any(isinstance(o, zcpool.Buffer) and o.pool is pool for o in gc.get_objects())
+
+
+@pytest.mark.parametrize("arguments", [(1,), (1, 2), (1, 2, 3, 4)])
+def test_exit_takes_three_arguments(pool, arguments):
+    b = pool.acquire(100)
+    with pytest.raises(TypeError):
+        b.__exit__(*arguments)
+    assert not b.released
+
+
+def test_release_refuses_what_it_does_not_know(pool):
+    b = pool.acquire(100)
+    with pytest.raises(TypeError):
+        b.release(1, 2, 3)
+    with pytest.raises(TypeError, match="later"):
+        b.release(later=1)
+    assert not b.released
+
+
+@pytest.mark.parametrize("method", ["release", "__exit__", "__enter__"])
+def test_methods_refuse_other_objects(method):
+    with pytest.raises(TypeError):
+        getattr(zcpool.Buffer, method)(object())
 
 
 # ---- map and sync --------------------------------------------------------------------------------------------

@@ -124,6 +124,19 @@ def test_reuse_is_counted_as_a_hit_and_the_first_acquire_as_a_miss(pool: zcpool.
     assert (stats.acquires, stats.hits, stats.misses, stats.releases) == (5, 4, 1, 5)
 
 
+@pytest.mark.parametrize("keywords", [{}, {"timeout": 1}, {"timeout": None, "exclusive": False}, {"alignment": 4096}])
+def test_reuse_is_a_hit_however_acquire_is_called(pool: zcpool.Pool, keywords: dict[str, Any]) -> None:
+    pool.acquire(10000, **keywords).release()
+    pool.acquire(nbytes=10000, **keywords).release()
+    assert (pool.stats().hits, pool.stats().misses) == (1, 1)
+
+
+@pytest.mark.parametrize("arguments", [(), (1, 2, 3, 4, 5, 6)])
+def test_acquire_refuses_too_few_and_too_many_arguments(pool: zcpool.Pool, arguments: tuple[int, ...]) -> None:
+    with pytest.raises(TypeError, match="acquire"):
+        pool.acquire(*arguments)
+
+
 def test_buffers_come_from_pools_only() -> None:
     with pytest.raises(TypeError, match="acquire"):
         zcpool.Buffer()

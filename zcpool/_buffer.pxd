@@ -26,6 +26,8 @@ cdef class Mapping:
     cdef str _mode
 
 
+cdef Buffer Buffer_new()
+
 cdef inline void Buffer_begin(Buffer self, object pool, Block* block, uint64_t nbytes) noexcept:
     """Give a fresh Buffer its block (which is IN_USE already)."""
     self._pool = pool

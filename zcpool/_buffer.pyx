@@ -3,6 +3,7 @@
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.exc cimport PyErr_SetFromErrno
+from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
@@ -33,7 +34,6 @@ cdef tuple BUCKETS = ("small", "medium", "large", "huge")
 
 
 @cython.final
-@cython.freelist(64)
 @cython.no_gc_clear             # destructors use _pool, also inside a cycle that is being collected
 cdef class Buffer:
     """A block of a pool's memory.
@@ -55,7 +55,7 @@ cdef class Buffer:
         raise TypeError("buffers come from Pool.acquire(nbytes)")
 
     def __dealloc__(self):
-        Buffer_close(self)
+        Buffer_close(<PyObject*>self)
 
     @cython.always_allow_keywords(False)    # no arguments to take apart
     def __enter__(self):
@@ -64,7 +64,7 @@ cdef class Buffer:
         return self
 
     def __exit__(self, kind, error, traceback, /):
-        Buffer_close(self)
+        Buffer_close(<PyObject*>self)
 
     def __len__(self):
         return self._nbytes
@@ -252,7 +252,7 @@ cdef class Buffer:
             Buffer_check_unused(self)
         if after is not None and self._open:
             Buffer_wait_for(self, after)
-        Buffer_close(self)
+        Buffer_close(<PyObject*>self)
 
     @property
     def nbytes(self):
@@ -487,10 +487,11 @@ cdef Buffer Buffer_copy(Buffer self):
 
 # ---- release -----------------------------------------------------------------------------------------------
 
-cdef inline void Buffer_close(Buffer self) noexcept:
+cdef inline void Buffer_close(PyObject* self) noexcept:
     """End the ownership, once. Never fails, waits or allocates; also inside garbage collection."""
-    if claim(&self._open) and likely(self._block != NULL):
-        self._block.core.release(self._block.core, self._block)
+    cdef Block* b = (<Buffer>self)._block
+    if claim(&(<Buffer>self)._open) and likely(b != NULL):
+        b.core.release(b.core, b)
 
 cdef int Buffer_wait_for(Buffer self, after) except -1:
     """Give the block a fence's reference. Raises with nothing changed."""
@@ -575,3 +576,66 @@ cdef object Buffer_repr(Buffer self):
     if word_state(load64(&self._block.word)) & FOREIGN:
         parts.append("inherited through fork")
     return f"<zcpool.Buffer {', '.join(parts)}, of pool {self._pool.name!r}>"
+
+
+# ---- what Cython would make, for less ----------------------------------------------------------------------
+#
+# A pool's hit is made of little else than the birth and death of a Buffer, and the calls of four methods. The code
+# that Cython makes for these calls the interpreter to save an exception, to take arguments apart, and to clear.
+
+cdef extern from "_object.h":
+    ctypedef void (*destructor)(PyObject* o) noexcept
+    destructor dealloc_replace "zc_dealloc_replace" (object kind, destructor function) noexcept
+    void object_leave "zc_object_leave" (PyObject* o) noexcept
+    Buffer object_revive "zc_object_revive" (PyObject* o, object kind) noexcept
+    void* method_replace "zc_method_replace" (object kind, const char* name, void* function) noexcept
+
+cdef enum:
+    SPARES = 64
+
+cdef PyObject* spares[SPARES]       # dead buffers, for the next life; guarded by the GIL, empty where there is none
+cdef int n_spares = 0
+
+cdef Buffer Buffer_new():
+    global n_spares
+    if unlikely(n_spares == 0):
+        return Buffer.__new__(Buffer)
+    n_spares -= 1
+    return object_revive(spares[n_spares], Buffer)
+
+cdef destructor dealloc_any         # the one that Cython made
+
+cdef void Buffer_dealloc(PyObject* self) noexcept:
+    """Release the block. Until the pool is dropped, nothing here runs Python code or touches an exception."""
+    global n_spares
+    object_leave(self)
+    Buffer_close(self)
+    (<Buffer>self)._block = NULL
+    (<Buffer>self)._pins = 0
+    (<Buffer>self)._pool = None
+    if likely(n_spares < SPARES):
+        spares[n_spares] = self
+        n_spares += 1
+    else:
+        dealloc_any(self)
+
+dealloc_any = dealloc_replace(Buffer, Buffer_dealloc)
+
+ctypedef object (*method)(object self, PyObject** args, Py_ssize_t n_args, PyObject* keywords)
+
+cdef method exit_any, release_any           # the doors that Cython made
+
+cdef object exit_plain(object self, PyObject** args, Py_ssize_t n_args, PyObject* keywords):
+    if unlikely(n_args != 3 or keywords != NULL):
+        return exit_any(self, args, n_args, keywords)
+    Buffer_close(<PyObject*>self)
+    return None
+
+cdef object release_plain(object self, PyObject** args, Py_ssize_t n_args, PyObject* keywords):
+    if unlikely(n_args != 0 or keywords != NULL):
+        return release_any(self, args, n_args, keywords)
+    Buffer_close(<PyObject*>self)
+    return None
+
+exit_any = <method>method_replace(Buffer, "__exit__", <void*>exit_plain)
+release_any = <method>method_replace(Buffer, "release", <void*>release_plain)

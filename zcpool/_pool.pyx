@@ -1,5 +1,6 @@
 """The pool: acquire, release, reserve, trim, limits."""
 
+from cpython.object cimport PyObject
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -8,7 +9,7 @@ from libc.string cimport memset
 from zcpool._atomics cimport add64, and32, likely, load32, load64, now_ns, or32, spinlock, tryunlock, unlikely
 from zcpool._backend cimport Backend, fault_error
 from zcpool._block cimport CLOSED, DEBUG, FIXED, FROZEN, IN_USE, RETIRED, ZERO, Block, word_owned, word_state
-from zcpool._buffer cimport Buffer, Buffer_begin
+from zcpool._buffer cimport Buffer, Buffer_begin, Buffer_new
 from zcpool._core cimport Core, core_take
 from zcpool._door cimport Api, door_fill, door_pool
 from zcpool._life cimport chores, core_close, core_new, core_orphan, life_begin
@@ -175,16 +176,10 @@ cdef class Pool:
             When the pool is closed.
         """
         cdef Buffer buf
-        cdef Block* block
-        cdef long long size
-        if likely(alignment is None and not exclusive and type(nbytes) is int and self._core != NULL):
-            size = as_size(nbytes)
-            if likely(0 < size <= <long long>largest_request()):
-                buf = Buffer.__new__(Buffer)    # before the block: a failure here loses nothing
-                block = core_take(self._core, <uint64_t>size, IN_USE)
-                if likely(block != NULL):
-                    Buffer_begin(buf, self, block, <uint64_t>size)
-                    return buf
+        if likely(alignment is None and not exclusive):
+            buf = Pool_hit(self, <PyObject*>nbytes)
+            if likely(buf is not None):
+                return buf
         return Pool_acquire(self, nbytes, alignment, exclusive, timeout, OutOfMemory)
 
     def array(self, shape, dtype="uint8"):
@@ -393,16 +388,17 @@ cdef inline void Pool_chores() noexcept:
 # ---- acquire ---------------------------------------------------------------------------------------------------
 
 cdef extern from "Python.h":
-    long long PyLong_AsLongLongAndOverflow(object value, int* overflow) except? -1
+    long long PyLong_AsLongLongAndOverflow(PyObject* value, int* overflow) except? -1
+    bint PyLong_CheckExact(PyObject* value)
 
-cdef inline long long as_size(nbytes) except? -1:
+cdef inline long long as_size(PyObject* nbytes) except? -1:
     """Return an int as bytes; what does not fit comes out as -1, for the slow path to look at."""
     cdef int overflow
     return PyLong_AsLongLongAndOverflow(nbytes, &overflow)
 
 cdef object Pool_take(Pool self, uint64_t nbytes, timeout, kind):
     """Acquire a size that has been checked; `kind` is the exception when there is none. For FixedPool."""
-    cdef Buffer buf = Buffer.__new__(Buffer)
+    cdef Buffer buf = Buffer_new()
     cdef Block* block = core_take(self._core, nbytes, IN_USE)
     if likely(block != NULL):
         Buffer_begin(buf, self, block, nbytes)
@@ -417,6 +413,39 @@ cdef int Pool_found(Pool self, uint64_t nbytes, uint64_t count) except -1:
 cdef uint32_t Pool_forks() noexcept:
     return process.generation
 
+cdef extern from "_object.h":
+    void* method_replace "zc_method_replace" (object kind, const char* name, void* function) noexcept
+
+ctypedef object (*method)(object self, PyObject** args, Py_ssize_t n_args, PyObject* keywords)
+
+cdef method acquire_any         # the door that Cython made: any arguments
+
+cdef object acquire_plain(object self, PyObject** args, Py_ssize_t n_args, PyObject* keywords):
+    """Serve `pool.acquire(nbytes)`, the way it is called for every frame; pass on all else, and a miss."""
+    cdef Buffer buf
+    if likely(n_args == 1 and keywords == NULL):
+        buf = Pool_hit(<Pool>self, args[0])
+        if likely(buf is not None):
+            return buf
+    return acquire_any(self, args, n_args, keywords)
+
+cdef inline Buffer Pool_hit(Pool self, PyObject* nbytes):
+    """Return a buffer over a cached block when the size is an int; None for the slow path."""
+    cdef Buffer buf
+    cdef Block* block
+    cdef long long size
+    if likely(PyLong_CheckExact(nbytes) and self._core != NULL):
+        size = as_size(nbytes)
+        if likely(0 < size <= <long long>largest_request()):
+            buf = Buffer_new()      # before the block: a failure here loses nothing
+            block = core_take(self._core, <uint64_t>size, IN_USE)
+            if likely(block != NULL):
+                Buffer_begin(buf, self, block, <uint64_t>size)
+                return buf
+    return None
+
+acquire_any = <method>method_replace(Pool, "acquire", <void*>acquire_plain)
+
 cdef object Pool_acquire(Pool self, nbytes, alignment, bint exclusive, timeout, kind):
     """Acquire the slow way: odd arguments, misses, pressure, waiting."""
     cdef Core* core = Pool_core(self)
@@ -425,7 +454,7 @@ cdef object Pool_acquire(Pool self, nbytes, alignment, bint exclusive, timeout, 
     cdef Request rq
     size = parse_bytes(nbytes)
     deadline = check_timeout(timeout)
-    buf = Buffer.__new__(Buffer)
+    buf = Buffer_new()
     if size == 0:
         if alignment is not None:
             Pool_check_alignment(self, alignment)
