@@ -9,13 +9,13 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from zcpool._atomics cimport add64, bump64, cas64, likely, load32, load32_seq, load64, load64_seq, store32, store64, \
     sub64, trylock, tryunlock, unlikely
-from zcpool._block cimport CLOSED, DEBUG, FOREIGN, SLOW_ACQUIRE, SLOW_RELEASE, WAITERS, ZERO, Block, ThreadCache, \
-    CoreHead, Region, block_renew, block_retire, word_make, word_refs, word_state
+from zcpool._block cimport CLOSED, DEBUG, FOREIGN, GEN_SHIFT, SLOW_ACQUIRE, SLOW_RELEASE, WAITERS, ZERO, Block, \
+    ThreadCache, CoreHead, Region, block_renew, block_retire, word_make, word_refs, word_state
 from zcpool._backend cimport BackendOps
 from zcpool._debug cimport FaultLog, block_wipe
 from zcpool._fence cimport FenceNode, FenceQueue, queue_push
 from zcpool._freelist cimport FreeList, cache_get, cache_put, cache_refill, cache_spill, pop, push_chain
-from zcpool._process cimport slots_wake, thread_cache
+from zcpool._process cimport PLANT_DOUBLE_PUSH, slots_wake, thread_cache
 from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES, class_of, round_up
 
 cdef enum:
@@ -223,6 +223,8 @@ cdef inline void put_shared(Core* core, Block* b) noexcept nogil:
     cdef uint32_t flags
     unlend(core, b.bucket, b.capacity)
     push_chain(&home_of(b).head, b, b)
+    if PLANT_DOUBLE_PUSH and not (load64(&b.word) >> GEN_SHIFT) & 63:
+        push_chain(&home_of(b).head, b, b)
     flags = load32_seq(&core.head.gate.flags)
     if unlikely(flags & (CLOSED | WAITERS)):
         if flags & WAITERS:

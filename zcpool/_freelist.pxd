@@ -15,7 +15,7 @@ from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
 
 from zcpool._atomics cimport cas64, load64, load64_acquire, loadptr, mutex_lock, mutex_unlock, storeptr
 from zcpool._block cimport Block, CacheSlot, Cold, ThreadCache
-from zcpool._process cimport CHUNK, TAG_BITS, cold_half, descriptor, grow_descriptors, process
+from zcpool._process cimport CHUNK, TAG_BITS, cold_half, descriptor, grow_descriptors, process, window
 
 cdef enum:
     INDEX_BITS = 24
@@ -64,9 +64,14 @@ cdef inline void push_chain(uint64_t* head, Block* first, Block* last) noexcept 
 cdef inline Block* pop(uint64_t* head) noexcept nogil:
     cdef uint64_t seen = load64_acquire(head)
     cdef Block* b
+    cdef Block* rest
     while True:
         b = block_at(seen)
-        if b == NULL or cas64(head, &seen, head_after_pop(seen, next_of(b))):
+        if b == NULL:
+            return NULL
+        rest = next_of(b)
+        window()
+        if cas64(head, &seen, head_after_pop(seen, rest)):
             return b
 
 cdef inline Block* pop_chain(uint64_t* head, int most, int* count, bint* more) noexcept nogil:
@@ -88,6 +93,7 @@ cdef inline Block* pop_chain(uint64_t* head, int most, int* count, bint* more) n
             last = rest
             rest = next_of(last)
             count[0] += 1
+        window()
         if cas64(head, &seen, head_after_pop(seen, rest)):
             set_next(last, NULL)
             more[0] = rest != NULL

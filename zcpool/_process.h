@@ -30,6 +30,24 @@
 #define ZC_TAG_BITS 40
 #endif
 
+/* Faults that `make planted` plants, to see that the stress test finds them; nothing in any other build. */
+#ifndef ZC_PLANT_DOUBLE_PUSH
+#define ZC_PLANT_DOUBLE_PUSH 0 /* a block goes home twice, now and then */
+#endif
+#ifndef ZC_PLANT_LOST_STEAL
+#define ZC_PLANT_LOST_STEAL 0 /* what was stolen from a cache is forgotten */
+#endif
+#ifdef ZC_PLANT_WINDOW /* a popper sleeps between its look and its swap, now and then */
+static inline void zc_window(void)
+{
+    static __thread unsigned turn;
+    if (++turn % 64 == 0)
+        sched_yield();
+}
+#else
+static inline void zc_window(void) {}
+#endif
+
 /* Initial-exec TLS is one load from the thread pointer; musl refuses it in libraries loaded by dlopen. */
 #if defined(__GLIBC__)
 #define ZC_TLS __thread __attribute__((tls_model("initial-exec")))

@@ -7,6 +7,8 @@ cdef extern from "_process.h" nogil:
         POOLS "ZC_POOLS"
         SLOTS "ZC_SLOTS"
         TAG_BITS "ZC_TAG_BITS"
+        PLANT_DOUBLE_PUSH "ZC_PLANT_DOUBLE_PUSH"
+        PLANT_LOST_STEAL "ZC_PLANT_LOST_STEAL"
 
     struct Process:
         void* pools[4096]
@@ -42,6 +44,7 @@ cdef extern from "_process.h" nogil:
     bint chores_due "zc_chores_due"() noexcept
     void call_python "zc_call_python"() noexcept
 
+    void window "zc_window"() noexcept
     void* descriptor "zc_descriptor"(uint32_t index) noexcept
     void* cold_half "zc_cold"(void* hot) noexcept
     uint32_t grow_descriptors "zc_grow_descriptors"() noexcept

@@ -14,7 +14,8 @@ from zcpool._core cimport KINDS, Core, home_of, list_of, peak_note, take_shared,
 from zcpool._fence cimport POLLNVAL, FenceNode, close, queue_append
 from zcpool._freelist cimport INDEX_MASK, FreeList, block_at, cache_get, cache_spill, next_of, pop_all, \
     push_chain
-from zcpool._process cimport backend_enter, backend_leave, call_python, gil_leave, gil_return, process, slots_wake
+from zcpool._process cimport PLANT_LOST_STEAL, backend_enter, backend_leave, call_python, gil_leave, gil_return, \
+    process, slots_wake
 from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES
 
 # ---- thread caches -------------------------------------------------------------------------------------
@@ -62,6 +63,8 @@ cdef inline Block* steal(Core* core, int cls) noexcept nogil:
     while c != NULL:
         if b == NULL:
             b = cache_get(c, cls)
+            if PLANT_LOST_STEAL and b != NULL:
+                b = NULL
         cache_flush(core, c, cls)
         c = c.next
     if b == NULL:
