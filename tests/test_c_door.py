@@ -162,7 +162,7 @@ def test_layouts_are_the_same_in_c_and_in_cpp(tmp_path: Path) -> None:
     shown = "\n".join(
         [f'printf("{name} %zu\\n", sizeof({name}));' for name in ("zc_block", "zc_place", "zc_stats", "zc_api")]
         + [f'printf("{field} %zu\\n", offsetof(zc_block, {field}));' for field in ("cls", "nbytes", "core")]
-        + [f'printf("{field} %zu\\n", offsetof(struct zc_cache, {field}));' for field in ("granule", "slots")]
+        + [f'printf("{field} %zu\\n", offsetof(struct zc_cache, {field}));' for field in ("core", "slots")]
     )
     said = []
     for suffix, flags in ((".c", C11), (".cpp", CXX17)):

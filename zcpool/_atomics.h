@@ -64,7 +64,7 @@ static inline void zc_pause(void)
 #endif
 }
 
-/* ---- a one-word trylock (a thread cache's) -------------------------------------------------------- */
+/* ---- a one-word trylock --------------------------------------------------------------------------- */
 
 static inline int zc_trylock(uint32_t *lock)
 {
@@ -74,19 +74,22 @@ static inline int zc_trylock(uint32_t *lock)
 
 static inline void zc_tryunlock(uint32_t *lock) { __atomic_store_n(lock, 0u, __ATOMIC_RELEASE); }
 
-/* Waits for a trylock. Its owner holds it for nanoseconds and never waits inside, so spinning ends; it
- * yields because the owner may have been preempted. Never call it with the GIL held. */
+/* A turn of waiting for somebody who needs nanoseconds, but may have been preempted. Never with the GIL held. */
+static inline void zc_spin(int *spins)
+{
+    if (++*spins < 64)
+        zc_pause();
+    else
+        sched_yield();
+}
+
+/* Waits for a trylock, whose owner never waits inside. */
 static inline void zc_spinlock(uint32_t *lock)
 {
     int spins = 0;
-    while (!zc_trylock(lock)) {
-        while (zc_load_u32(lock)) {
-            if (++spins < 64)
-                zc_pause();
-            else
-                sched_yield();
-        }
-    }
+    while (!zc_trylock(lock))
+        while (zc_load_u32(lock))
+            zc_spin(&spins);
 }
 
 /* Takes a flag that was 1 down to 0; true for whoever did. With a GIL all callers hold it, and a plain

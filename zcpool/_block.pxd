@@ -63,37 +63,41 @@ cdef extern from "zcpool.h" nogil:
         uint64_t word           # atomic
         void* data
         Block* next             # atomic; link of the list the block is in
-        uint32_t index          # own place in the descriptor table; never changes
         uint16_t cls
         uint8_t kind            # see _core.pxd: which set of free lists
         uint8_t bucket
+        uint16_t slot           # bytes into a thread cache
         uint64_t capacity       # bytes
         uint64_t requested "nbytes"     # bytes, atomic; a span keeps its left neighbour in its bin here
         Region* region
         CoreHead* core
 
     struct CacheSlot "zc_slot":
-        Block* head
-        uint16_t count
+        Block* hot              # the block that came last, NULL, or SHUT
+        Block* head             # the others
+        uint64_t taken          # atomic, written by the owner alone: acquires
+        uint16_t count          # the others
         uint16_t limit
+        uint16_t most
         uint16_t batch          # blocks the next refill takes: doubles while the list has plenty, 1 after a steal
 
-    struct Gate "zc_gate":
-        uint32_t flags          # atomic, see below
-        uint32_t serial         # which pool this is, of those that had the control block
-
     struct ThreadCache "zc_cache":
-        uint32_t lock           # atomic trylock; guards everything below
-        const Gate* gate
+        uint32_t busy
+        uint32_t closed
         CoreHead* core
-        void* owner             # the thread, NULL when it has ended: then a new thread may take the cache over
+        uint64_t pool
+        void* owner             # atomic; the thread, NULL when it has ended: then a new thread may take the cache over
         ThreadCache* next       # core.caches
-        uint64_t granule
-        uint64_t bytes
-        uint64_t bytes_limit
-        uint64_t acquires[4]    # by bucket; atomic, written by the owner alone, with or without the lock
-        CacheSlot slots[95]
+        uint64_t granted
+        uint32_t denied
+        uint64_t acquires[4]    # by bucket; atomic, written by the owner alone
         uint64_t lent[4]        # by bucket; what the owner lent (mod 2**64) and has not told core.lent
+        uint64_t lent_all
+        uint32_t keeps_big
+        Block* big[8]
+        CacheSlot slots[97]
+        uint16_t small[128]
+        uint16_t large[1024]
 
 
 cdef struct Cold:
@@ -113,14 +117,15 @@ cdef struct CoreHead "zc_core":
     block_fn release        # "I am done": home, or retired while references live
     block_fn go_home        # the block has no owner and no references: take it back
     wait_fn wait_for        # let a block wait for an fd: takes a FenceNode, whose reference the block has already
-    Gate gate
-    uint32_t id
+    uint32_t flags          # atomic, see below
+    uint32_t id             # the place in process.pools
+    uint64_t number         # atomic; which pool this is, of those that had the control block, and id: serial << 12 | id
     void* backend           # the Backend; the control block holds a reference while regions live
     uint64_t pins           # atomic: blocks that pins and bindings hold; a pool that ends with some warns
 
 
 cdef enum:
-    # Bits of Gate.flags. The lowest four are in zcpool.h, too.
+    # Bits of CoreHead.flags.
     CLOSED = 1
     DEBUG = 2
     WAITERS = 4

@@ -417,7 +417,7 @@ cdef inline void* Buffer_data(Buffer self) noexcept:
     return self._block.data if self._block != NULL else EMPTY
 
 cdef inline bint Buffer_visible(Buffer self) noexcept:
-    return self._block == NULL or load32(&self._block.core.gate.flags) & VISIBLE
+    return self._block == NULL or load32(&self._block.core.flags) & VISIBLE
 
 cdef inline uint64_t Buffer_refs(Buffer self) noexcept:
     return word_refs(load64(&self._block.word)) if self._block != NULL else 0

@@ -8,15 +8,17 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from zcpool._atomics cimport add64, bump64, cas64, likely, load32, load32_seq, load64, load64_seq, store32, store64, \
-    sub64, trylock, tryunlock, unlikely
-from zcpool._block cimport CLOSED, DEBUG, FOREIGN, GEN_SHIFT, SLOW_ACQUIRE, SLOW_RELEASE, WAITERS, ZERO, Block, \
-    ThreadCache, CoreHead, Region, block_renew, block_retire, word_make, word_refs, word_state
+    sub64, unlikely
+from zcpool._block cimport CLOSED, DEBUG, FOREIGN, GEN_SHIFT, HELD, IN_USE, SLOW_ACQUIRE, SLOW_RELEASE, STATE_SHIFT, \
+    WAITERS, ZERO, Block, ThreadCache, CoreHead, Region, block_renew, block_retire, word_make, word_refs, word_state
 from zcpool._backend cimport BackendOps
 from zcpool._debug cimport FaultLog, block_wipe
 from zcpool._fence cimport FenceNode, FenceQueue, queue_push
-from zcpool._freelist cimport FreeList, cache_get, cache_put, cache_refill, cache_spill, pop, push_chain
-from zcpool._process cimport PLANT_DOUBLE_PUSH, slots_wake, thread_cache
-from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES, class_of, round_up
+from zcpool._cache cimport KEPT_OUT, NO_ACQUIRE, NO_RELEASE, big_at, big_put, big_take, cache_count, cache_enter, \
+    cache_get, cache_give, cache_leave, cache_put, cache_refill, cache_spill, cache_take, half, word_renew
+from zcpool._freelist cimport FreeList, pop, push_chain
+from zcpool._process cimport PLANT_DOUBLE_PUSH, last_cache, set_last_cache, slots_wake, thread_cache
+from zcpool._sizes cimport CACHED_BYTES, CACHED_CLASSES, CLASSES, GRANULE, class_of, round_up
 
 cdef enum:
     # A kind is a set of free lists: the log2 of an alignment above the pool's own, relative to the granule
@@ -41,6 +43,8 @@ cdef struct Counters:
 
 cdef struct Core:
     CoreHead head
+    # Off the fast way, and so out of line.
+    Block* (*take_shared)(Core* core, ThreadCache* c, uint64_t nbytes, int state) noexcept nogil
     void (*drain)(Core* core) noexcept nogil    # _reclaim.pxd: give back what came home to a closed pool
     # Read-mostly after creation.
     uint64_t granule                # bytes; every capacity and every offset is a multiple of it
@@ -53,8 +57,9 @@ cdef struct Core:
     uint64_t region_alignment       # bytes
     uint64_t largest_region         # bytes
     uint32_t taken                  # guarded by process.pools_lock
-    # Bytes outside shared lists: with users, in thread caches, or retired; atomic, by bucket, one cache line.
+    # Bytes outside shared lists: with users, in thread caches, or retired; atomic, by bucket and in all.
     uint64_t lent[4]
+    uint64_t lent_all
     # Slow path.
     uint32_t lock                   # the mutex; guards regions, arenas, `made`, `floor`, caches' list, fence array
     uint32_t dirty                  # atomic: somebody pushed to a closed pool and could not drain it
@@ -100,58 +105,70 @@ cdef inline void peak_note(uint64_t* peak, uint64_t value) noexcept nogil:
 # and what comes home to it in its own cache, and tells the pool when that is more than LENT_BOUND and one block either
 # way. All counters are modulo 2**64: a thread that only releases goes below zero.
 
+cdef inline ThreadCache* thread_cache_of(Core* core) noexcept nogil:
+    """Return the caller's cache, or NULL if it has none."""
+    cdef ThreadCache* c = last_cache()
+    if unlikely(c.core != &core.head):
+        c = <ThreadCache*>thread_cache(core.head.id)
+        if c != NULL:
+            set_last_cache(c)
+    return c
+
 cdef inline void lend(Core* core, int bucket, uint64_t nbytes) noexcept nogil:
     """Count bytes that leave the shared lists, and the peak.
 
     The peak is exact for one thread, and misses at most LENT_BOUND and a block for each other thread and bucket. Bytes
     that wait in thread caches count as lent, so it is high by at most the caches' bound.
     """
-    lend_by(core, <ThreadCache*>thread_cache(core.head.id), bucket, nbytes)
+    lend_by(core, thread_cache_of(core), bucket, nbytes)
 
 cdef inline void lend_by(Core* core, ThreadCache* c, int bucket, uint64_t nbytes) noexcept nogil:
     """The same for a caller that knows the thread's cache, or that it has none."""
-    cdef uint64_t mine
+    cdef uint64_t mine = 0
+    cdef uint64_t all_ = 0
     if unlikely(c == NULL):
-        add64(&core.lent[bucket], nbytes)
-        peaks_note(core, bucket, load64(&core.lent[bucket]), lent_told(core))
-        return
-    mine = load64(&c.lent[bucket]) + nbytes
-    if unlikely(<int64_t>mine > <int64_t>(LENT_BOUND + nbytes)):
-        add64(&core.lent[bucket], mine)
-        mine = 0
-    store64(&c.lent[bucket], mine)
-    peaks_note(core, bucket, load64(&core.lent[bucket]) + mine, lent_told(core) + lent_untold(c))
-
-cdef inline void peaks_note(Core* core, int bucket, uint64_t now, uint64_t total) noexcept nogil:
-    if unlikely(<int64_t>now > <int64_t>load64(&core.counters.peak_in_use[bucket])):
-        peak_note(&core.counters.peak_in_use[bucket], now)
-    if unlikely(<int64_t>total > <int64_t>load64(&core.counters.peak_in_use_total)):
-        peak_note(&core.counters.peak_in_use_total, total)
+        lent_tell(core, bucket, nbytes)
+    else:
+        mine = load64(&c.lent[bucket]) + nbytes
+        all_ = load64(&c.lent_all) + nbytes
+        if unlikely(<int64_t>mine > <int64_t>(LENT_BOUND + nbytes)):
+            lent_tell(core, bucket, mine)
+            all_ -= mine
+            mine = 0
+        store64(&c.lent[bucket], mine)
+        store64(&c.lent_all, all_)
+    mine += load64(&core.lent[bucket])
+    all_ += load64(&core.lent_all)
+    if unlikely(<int64_t>mine > <int64_t>load64(&core.counters.peak_in_use[bucket])):
+        peak_note(&core.counters.peak_in_use[bucket], mine)
+    if unlikely(<int64_t>all_ > <int64_t>load64(&core.counters.peak_in_use_total)):
+        peak_note(&core.counters.peak_in_use_total, all_)
 
 cdef inline void unlend(Core* core, int bucket, uint64_t nbytes) noexcept nogil:
-    cdef ThreadCache* c = <ThreadCache*>thread_cache(core.head.id)
+    cdef ThreadCache* c = thread_cache_of(core)
     cdef uint64_t mine
     if unlikely(c == NULL):
-        sub64(&core.lent[bucket], nbytes)
+        lent_tell(core, bucket, <uint64_t>0 - nbytes)
         return
     mine = load64(&c.lent[bucket]) - nbytes
     if unlikely(<int64_t>mine < -<int64_t>(LENT_BOUND + nbytes)):
-        add64(&core.lent[bucket], mine)
+        lent_tell(core, bucket, mine)
+        store64(&c.lent_all, load64(&c.lent_all) - nbytes - mine)
         mine = 0
+    else:
+        store64(&c.lent_all, load64(&c.lent_all) - nbytes)
     store64(&c.lent[bucket], mine)
 
-cdef inline uint64_t lent_told(Core* core) noexcept nogil:
-    return load64(&core.lent[0]) + load64(&core.lent[1]) + load64(&core.lent[2]) + load64(&core.lent[3])
-
-cdef inline uint64_t lent_untold(ThreadCache* c) noexcept nogil:
-    return load64(&c.lent[0]) + load64(&c.lent[1]) + load64(&c.lent[2]) + load64(&c.lent[3])
+cdef inline void lent_tell(Core* core, int bucket, uint64_t nbytes) noexcept nogil:
+    add64(&core.lent[bucket], nbytes)
+    add64(&core.lent_all, nbytes)
 
 cdef inline uint64_t lent_total(Core* core) noexcept nogil:
     """Return all lent bytes. Under core.lock."""
-    cdef uint64_t total = lent_told(core)
+    cdef uint64_t total = load64(&core.lent_all)
     cdef ThreadCache* c = core.caches
     while c != NULL:
-        total += lent_untold(c)
+        total += load64(&c.lent_all)
         c = c.next
     return total if <int64_t>total > 0 else 0       # read while others count
 
@@ -166,7 +183,7 @@ cdef inline Block* hand_out(Block* b, uint64_t nbytes, int state) noexcept nogil
 
 cdef inline Block* take_shared(Core* core, int kind, int cls) noexcept nogil:
     """Take a free block from a shared list, or return NULL."""
-    return take_by(core, <ThreadCache*>thread_cache(core.head.id), list_of(core, kind, cls))
+    return take_by(core, thread_cache_of(core), list_of(core, kind, cls))
 
 cdef inline Block* take_by(Core* core, ThreadCache* c, FreeList* shared) noexcept nogil:
     """The same for a caller that knows the thread's cache, or that it has none."""
@@ -176,39 +193,59 @@ cdef inline Block* take_by(Core* core, ThreadCache* c, FreeList* shared) noexcep
         lend_by(core, c, b.bucket, b.capacity)
     return b
 
-cdef inline Block* take_cached(Core* core, ThreadCache* c, int cls) noexcept nogil:
-    """Take a free block of a small class from the caller's locked cache, refilled if need be."""
-    cdef Block* b = cache_get(c, cls)
-    cdef FreeList* shared
-    if unlikely(b == NULL):
-        shared = list_of(core, 0, cls)
-        cache_refill(c, cls, shared)
-        if c.slots[cls].count:
-            store32(&shared.stamp, load32(&core.epoch))
-            b = c.slots[cls].head
-            lend(core, 0, b.capacity * c.slots[cls].count)
-            b = cache_get(c, cls)
-    return b
-
 cdef inline Block* core_take(Core* core, uint64_t nbytes, int state) noexcept nogil:
     """Serve 1 <= nbytes <= largest_request() from what is cached; NULL is a miss (or a pool that wants the slow way).
 
     Waits for nothing, makes no system call, allocates nothing; with or without the GIL.
     """
-    cdef int cls = request_class(core, nbytes)
-    cdef ThreadCache* c = <ThreadCache*>thread_cache(core.head.id)
-    cdef Block* b = NULL
+    cdef ThreadCache* c = thread_cache_of(core)
+    cdef Block* b
     if unlikely(c == NULL):
         return NULL             # the first acquire of a thread: the miss makes its cache
-    if likely(cls < SMALL_CLASSES) and likely(trylock(&c.lock)):
-        if likely(not load32(&core.head.gate.flags) & SLOW_ACQUIRE):
-            b = take_cached(core, c, cls)
-        tryunlock(&c.lock)
-    elif likely(not load32(&core.head.gate.flags) & SLOW_ACQUIRE):
+    b = cache_take(c, core.head.number, nbytes, state)
+    if unlikely(b == NULL) and nbytes > CACHED_BYTES and c.keeps_big:
+        b = take_big(core, c, nbytes, state)
+    return b if likely(b != NULL) else core.take_shared(core, c, nbytes, state)
+
+cdef inline Block* take_big(Core* core, ThreadCache* c, uint64_t nbytes, int state) noexcept nogil:
+    """Serve more than 1 MiB from what the pool's only thread keeps."""
+    cdef Block* b = NULL
+    if likely(cache_enter(c, KEPT_OUT | NO_ACQUIRE)):
+        b = big_take(c, request_class(core, nbytes))
+        cache_leave(c)
+    if unlikely(b == NULL):
+        return NULL
+    lend_by(core, c, b.bucket, b.capacity)
+    bump64(&c.acquires[b.bucket], 1)
+    return hand_out(b, nbytes, state)
+
+cdef inline Block* core_take_shared(Core* core, ThreadCache* c, uint64_t nbytes, int state) noexcept nogil:
+    """Serve what the thread's cache cannot from the shared lists, and refill the cache."""
+    cdef int cls = request_class(core, nbytes)
+    cdef Block* b = NULL
+    if unlikely(load32(&core.head.flags) & SLOW_ACQUIRE):
+        return NULL
+    if cls >= CACHED_CLASSES:
         b = take_by(core, c, list_of(core, 0, cls))
-    if likely(b != NULL):
-        bump64(&c.acquires[b.bucket], 1)    # only its owner writes it
-        hand_out(b, nbytes, state)
+        if likely(b != NULL):
+            bump64(&c.acquires[b.bucket], 1)
+    elif cache_enter(c, KEPT_OUT | NO_ACQUIRE):
+        b = take_refilled(core, c, cls)
+        cache_leave(c)
+    return hand_out(b, nbytes, state) if likely(b != NULL) else NULL
+
+cdef inline Block* take_refilled(Core* core, ThreadCache* c, int cls) noexcept nogil:
+    """Take a free block from the caller's cache, which it is inside of, refilled if need be."""
+    cdef FreeList* shared = list_of(core, 0, cls)
+    cdef Block* b
+    if cache_count(c, cls) == 0:
+        cache_refill(c, cls, shared)
+        if cache_count(c, cls):
+            store32(&shared.stamp, load32(&core.epoch))
+            lend_by(core, c, c.slots[cls].head.bucket, c.slots[cls].head.capacity * <uint64_t>cache_count(c, cls))
+    b = cache_get(c, cls)
+    if b != NULL:
+        bump64(&c.slots[cls].taken, 1)
     return b
 
 
@@ -225,7 +262,7 @@ cdef inline void put_shared(Core* core, Block* b) noexcept nogil:
     push_chain(&home_of(b).head, b, b)
     if PLANT_DOUBLE_PUSH and not (load64(&b.word) >> GEN_SHIFT) & 63:
         push_chain(&home_of(b).head, b, b)
-    flags = load32_seq(&core.head.gate.flags)
+    flags = load32_seq(&core.head.flags)
     if unlikely(flags & (CLOSED | WAITERS)):
         if flags & WAITERS:
             slots_wake(load64_seq(&core.wait_mask))
@@ -238,35 +275,66 @@ cdef inline void core_put(CoreHead* head, Block* b) noexcept nogil:
     cdef ThreadCache* c
     if unlikely(word_state(load64(&b.word)) & FOREIGN):
         return
-    if unlikely(load32(&core.head.gate.flags) & (DEBUG | ZERO)):
-        block_wipe(b, load32(&core.head.gate.flags), &core.faults)
+    if unlikely(load32(&core.head.flags) & (DEBUG | ZERO)):
+        block_wipe(b, load32(&core.head.flags), &core.faults)
     block_renew(b)
-    if b.cls < SMALL_CLASSES and b.kind == 0:
-        c = <ThreadCache*>thread_cache(core.head.id)
-        if likely(c != NULL) and likely(trylock(&c.lock)):
-            if likely(not load32(&core.head.gate.flags) & SLOW_RELEASE):
-                if unlikely(not cache_put(c, b)):
-                    unlend(core, 0, cache_spill(c, b.cls, (c.slots[b.cls].limit + 1) // 2, home_of(b)))
-                    if not cache_put(c, b):
-                        tryunlock(&c.lock)
-                        put_shared(core, b)
-                        return
-                tryunlock(&c.lock)
-                return
-            tryunlock(&c.lock)
-    put_shared(core, b)
+    c = thread_cache_of(core)
+    if likely(c != NULL and b.kind == 0) and (b.cls < CACHED_CLASSES or c.keeps_big) and cache_enter(c, KEPT_OUT):
+        if not load32(&core.head.flags) & SLOW_RELEASE:
+            b = put_cached(core, c, b)
+        cache_leave(c)
+    if b != NULL:
+        put_shared(core, b)
+
+cdef inline Block* put_cached(Core* core, ThreadCache* c, Block* b) noexcept nogil:
+    """Keep a block in the caller's cache, which it is inside of; return one that must go to the shared list."""
+    if b.cls >= CACHED_CLASSES:
+        if not c.keeps_big:
+            return b
+        unlend(core, b.bucket, b.capacity)
+        b = big_put(c, b)
+        if b != NULL:
+            lend_by(core, c, b.bucket, b.capacity)      # put_shared takes it back
+        return b
+    if cache_put(c, b):
+        return NULL
+    unlend(core, b.bucket, cache_spill(c, b.cls, half(c.slots[b.cls].limit), home_of(b)))
+    return NULL if cache_put(c, b) else b
 
 cdef inline void core_wait_for(CoreHead* head, void* fence_node) noexcept nogil:
     """Let a block wait for an fd. Who waits for memory meanwhile is told, to wait for this fd, too."""
     queue_push(&(<Core*>head).fences, <FenceNode*>fence_node)
-    if unlikely(load32_seq(&head.gate.flags) & WAITERS):
+    if unlikely(load32_seq(&head.flags) & WAITERS):
         slots_wake(load64_seq(&(<Core*>head).wait_mask))
 
 cdef inline void core_release(CoreHead* head, Block* b) noexcept nogil:
     """End the ownership of a block: home at once, or retired while references live."""
     cdef uint64_t word = load64(&b.word)
-    if unlikely(word_state(word) & FOREIGN):
+    cdef uint64_t rest = word & ((<uint64_t>1 << GEN_SHIFT) - 1)
+    cdef ThreadCache* c = thread_cache_of(<Core*>head)
+    if likely(rest == <uint64_t>IN_USE << STATE_SHIFT) and likely(c != NULL):
+        if likely(cache_give(c, b, word_renew(word, IN_USE))):
+            return
+    core_release_any(head, b)
+
+cdef inline void core_release_any(CoreHead* head, Block* b) noexcept nogil:
+    """The same for a block that does not go into the caller's cache at once."""
+    cdef uint64_t word = load64(&b.word)
+    if unlikely(word_state(word) & FOREIGN) or (unlikely(word_refs(word)) and block_retire(b)):
         return
-    if unlikely(word_refs(word)) and block_retire(b):
-        return
-    core_put(head, b)
+    if b.cls < CACHED_CLASSES or not give_big(<Core*>head, b):
+        head.go_home(head, b)
+
+cdef inline bint give_big(Core* core, Block* b) noexcept nogil:
+    """Keep a block of more than 1 MiB if the caller is the pool's only thread, and has a place that is empty."""
+    cdef ThreadCache* c = thread_cache_of(core)
+    cdef bint kept = False
+    if c != NULL and c.keeps_big and b.kind == 0 and cache_enter(c, KEPT_OUT | NO_RELEASE):
+        kept = big_at(c, b.cls)[0] == NULL
+        if kept:
+            block_renew(b)
+            big_put(c, b)
+        cache_leave(c)
+        if kept:
+            unlend(core, b.bucket, b.capacity)
+    return kept

@@ -9,14 +9,15 @@ from libc.string cimport memset
 
 from zcpool._atomics cimport add64, cas64, fd_check, likely, load32, load32_acquire, load64, now_ns, sub64, unlikely
 from zcpool._backend cimport Fault, fault_error
-from zcpool._block cimport DEBUG, FOREIGN, GEN_SHIFT, HELD, NEEDS_SYNC, RETIRED, Block, ThreadCache, \
+from zcpool._block cimport DEBUG, FOREIGN, GEN_SHIFT, HELD, NEEDS_SYNC, RETIRED, STATE_SHIFT, Block, ThreadCache, \
     block_ref, block_unref, word_make, word_owned, word_refs, word_state
-from zcpool._core cimport Core, core_release, core_take
+from zcpool._cache cimport cache_give, cache_take, word_renew
+from zcpool._core cimport Core, core_release_any, core_take
 from zcpool._fence cimport FenceNode, fence_node
 from zcpool._freelist cimport INDEX_MASK, block_at
 from zcpool._arena cimport offset_of
 from zcpool._miss cimport cache_of, core_miss, core_trim, fences_poll
-from zcpool._process cimport CHUNK, POOLS, error_text, gil_leave, gil_return, process
+from zcpool._process cimport CHUNK, POOLS, descriptor, error_text, gil_leave, gil_return, process, last_cache
 from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, TOO_LARGE, \
     Request, request_init, worth_waiting
 from zcpool._sizes cimport MAX_SHIFT
@@ -61,13 +62,12 @@ cdef extern from "zcpool.h" nogil:
 
 cdef enum:
     LARGEST_ALIGNMENT = 2 << 20
-    ID_BITS = 12
 
 
 # ---- from numbers to what they name ------------------------------------------------------------------------
 
 cdef inline uint64_t door_pool(Core* core) noexcept nogil:
-    return (<uint64_t>core.head.gate.serial << ID_BITS) | core.head.id
+    return load64(&core.head.number)
 
 cdef inline Core* door_core(uint64_t pool) noexcept nogil:
     """Return the control block of a pool's number, or NULL when it never was, or has ended."""
@@ -76,7 +76,7 @@ cdef inline Core* door_core(uint64_t pool) noexcept nogil:
     if unlikely(id_ >= load32_acquire(&process.n_pools)):
         return NULL
     core = <Core*>process.pools[id_]
-    return core if likely(load32(&core.head.gate.serial) == pool >> ID_BITS) else NULL
+    return core if likely(load64(&core.head.number) == pool) else NULL
 
 cdef inline Block* door_block(uint64_t token) noexcept nogil:
     """Return the block of a token that is owned or retired; NULL for a stale one."""
@@ -119,6 +119,10 @@ cdef inline int say_fault(Fault* fault) noexcept nogil:
 # ---- acquire ---------------------------------------------------------------------------------------------------
 
 cdef inline const Block* door_acquire(uint64_t pool, size_t nbytes) noexcept nogil:
+    cdef const Block* b = cache_take(last_cache(), pool, nbytes, HELD)
+    return b if likely(b != NULL) else <const Block*>process.acquire(pool, nbytes)
+
+cdef inline const void* door_acquire_any(uint64_t pool, size_t nbytes) noexcept nogil:
     cdef Core* core = door_core(pool)
     cdef Block* b
     if likely(core != NULL and nbytes - 1 < (<uint64_t>1 << MAX_SHIFT)):
@@ -206,12 +210,22 @@ cdef inline ThreadCache* door_cache(uint64_t pool) noexcept nogil:
 # ---- release ---------------------------------------------------------------------------------------------------
 
 cdef inline int door_release(uint64_t token) noexcept nogil:
+    cdef uint64_t index = token & INDEX_MASK
+    cdef uint64_t held = (token - index) | (<uint64_t>HELD << STATE_SHIFT)
+    cdef Block* b = <Block*>descriptor(<uint32_t>index)     # readable also where there is none yet
+    cdef ThreadCache* c = last_cache()
+    if likely(load64(&b.word) == held) and likely(c.core == b.core):
+        if likely(cache_give(c, b, word_renew(held, HELD))):
+            return 0
+    return process.release(token)
+
+cdef inline int door_release_any(uint64_t token) noexcept nogil:
     cdef Block* b = door_block(token)
     if unlikely(b == NULL or word_state(load64(&b.word)) != HELD):
         return say("token %llx is stale, or of a block that a Buffer owns: nothing was released", token)
-    if unlikely(load32(&b.core.gate.flags) & DEBUG):
+    if unlikely(load32(&b.core.flags) & DEBUG):
         return door_release_once(b, token)
-    core_release(b.core, b)
+    core_release_any(b.core, b)
     return 0
 
 cdef inline int door_release_once(Block* b, uint64_t token) noexcept nogil:
@@ -239,7 +253,7 @@ cdef inline int door_release_after(uint64_t token, int fd) noexcept nogil:
         free(node)
         return say("token %llx is stale, or has a million references: nothing was released", token)
     b.core.wait_for(b.core, node)
-    core_release(b.core, b)
+    core_release_any(b.core, b)
     return 0
 
 cdef inline int door_pin(uint64_t token) noexcept nogil:
@@ -288,7 +302,7 @@ cdef inline int door_sync(uint64_t token, int direction) noexcept nogil:
     if direction != ZC_TO_DEVICE and direction != ZC_FROM_DEVICE:
         return say("direction %llu is neither ZC_TO_DEVICE nor ZC_FROM_DEVICE", <uint64_t>direction)
     core = <Core*>b.core
-    if not load32(&core.head.gate.flags) & NEEDS_SYNC:
+    if not load32(&core.head.flags) & NEEDS_SYNC:
         return 0
     memset(&fault, 0, sizeof(fault))
     left = gil_leave()
@@ -358,3 +372,5 @@ cdef inline void door_fill(Api* api) noexcept nogil:
     api.trim = door_trim
     api.error = door_error
     api.cache = door_cache
+    process.acquire = door_acquire_any
+    process.release = door_release_any

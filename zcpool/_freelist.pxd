@@ -1,4 +1,4 @@
-# Lock-free LIFO free lists of blocks, and thread caches in front of them.
+# Lock-free LIFO free lists of blocks.
 #
 # A list is a Treiber stack whose links lie in descriptors, never in blocks, so that a popper with a stale
 # view reads a mapped link, and device memory is never touched. Its head is one word:
@@ -11,14 +11,16 @@
 #
 # Memory order: a push releases (the block's contents and link), a pop acquires. Pops and pushes of others in
 # between are read-modify-writes of the same word, so they carry the release on.
-from libc.stdint cimport uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from zcpool._atomics cimport cas64, load64, load64_acquire, loadptr, mutex_lock, mutex_unlock, storeptr
-from zcpool._block cimport Block, CacheSlot, Cold, ThreadCache
-from zcpool._process cimport CHUNK, TAG_BITS, cold_half, descriptor, grow_descriptors, process, window
+from zcpool._block cimport Block, Cold
+from zcpool._process cimport CHUNK, INDEX_BITS, TAG_BITS, cold_half, descriptor, grow_descriptors, process, window
+
+cdef extern from "zcpool.h" nogil:
+    uint32_t block_index "zc_index"(const Block* b) noexcept
 
 cdef enum:
-    INDEX_BITS = 24
     INDEX_MASK = (1 << 24) - 1
 
 
@@ -48,10 +50,10 @@ cdef inline void set_next(Block* b, Block* next) noexcept nogil:
 
 cdef inline uint64_t head_after_push(uint64_t head, Block* first) noexcept nogil:
     cdef uint64_t tag = (head >> INDEX_BITS) + 1
-    return ((tag & ((<uint64_t>1 << TAG_BITS) - 1)) << INDEX_BITS) | first.index
+    return ((tag & ((<uint64_t>1 << TAG_BITS) - 1)) << INDEX_BITS) | block_index(first)
 
 cdef inline uint64_t head_after_pop(uint64_t head, Block* rest) noexcept nogil:
-    return (head & ~<uint64_t>INDEX_MASK) | (rest.index if rest else 0)
+    return (head & ~<uint64_t>INDEX_MASK) | (block_index(rest) if rest else 0)
 
 cdef inline void push_chain(uint64_t* head, Block* first, Block* last) noexcept nogil:
     """Push blocks linked from `first` to `last` in one swap."""
@@ -124,10 +126,8 @@ cdef inline Block* descriptor_take() noexcept nogil:
         index = grow_descriptors()
         if index:
             first = <Block*>descriptor(index)
-            first.index = index
             for i in range(1, <uint32_t>CHUNK - (index & <uint32_t>(CHUNK - 1))):
                 b = first + i
-                b.index = index + i
                 set_next(b - 1, b)
             push_chain(&process.free_descriptors, first + 1, b)
             b = first
@@ -136,70 +136,3 @@ cdef inline Block* descriptor_take() noexcept nogil:
 
 cdef inline void descriptor_give(Block* b) noexcept nogil:
     push_chain(&process.free_descriptors, b, b)
-
-
-# ---- thread caches -----------------------------------------------------------------------------------
-#
-# A cache belongs to one thread and one pool. Its trylock is taken by the owner with one exchange for each
-# operation; when that fails, a visitor (limits, trim, reserve, close, a waiter) is looking through it, and
-# the owner goes to the shared list instead of waiting. Inside the lock nothing runs Python or waits, but for
-# memory for descriptors on the miss path. Order of locks: core.lock before caches, never the other way.
-
-cdef enum:
-    CACHE_SLOTS = 31                # blocks of a class at most; batches of half of it
-    CACHE_CLASS_BYTES = 1 << 20     # bytes of a class at most
-    CACHE_BYTES = 4 << 20           # bytes of a cache at most
-
-
-cdef inline bint cache_put(ThreadCache* c, Block* b) noexcept nogil:
-    """Keep a block in a locked cache; False when its class or the cache is full."""
-    cdef CacheSlot* s = &c.slots[b.cls]
-    if s.count >= s.limit or c.bytes + b.capacity > c.bytes_limit:
-        return False
-    set_next(b, s.head)
-    s.head = b
-    s.count += 1
-    c.bytes += b.capacity
-    return True
-
-cdef inline Block* cache_get(ThreadCache* c, int cls) noexcept nogil:
-    cdef CacheSlot* s = &c.slots[cls]
-    cdef Block* b = s.head
-    if b != NULL:
-        s.head = next_of(b)
-        s.count -= 1
-        c.bytes -= b.capacity
-    return b
-
-cdef inline void cache_refill(ThreadCache* c, int cls, FreeList* shared) noexcept nogil:
-    """Move a batch from the shared list into an empty class of a locked cache."""
-    cdef CacheSlot* s = &c.slots[cls]
-    cdef int count
-    cdef bint more
-    s.head = pop_chain(&shared.head, s.batch, &count, &more)
-    if s.head != NULL:
-        s.count = <uint16_t>count
-        c.bytes += s.head.capacity * <uint64_t>count
-        if more and s.batch < (s.limit + 1) // 2:
-            s.batch = s.batch * 2 if s.batch * 2 < (s.limit + 1) // 2 else (s.limit + 1) // 2
-
-cdef inline uint64_t cache_spill(ThreadCache* c, int cls, int count, FreeList* shared) noexcept nogil:
-    """Move `count` blocks of a class (at most what is there) to the shared list in one swap; return their bytes."""
-    cdef CacheSlot* s = &c.slots[cls]
-    cdef Block* first = s.head
-    cdef Block* last = first
-    cdef uint64_t moved
-    cdef int n = 1
-    if count > s.count:
-        count = s.count
-    if count <= 0:
-        return 0
-    while n < count:
-        last = next_of(last)
-        n += 1
-    moved = first.capacity * <uint64_t>count
-    s.head = next_of(last)
-    s.count -= <uint16_t>count
-    c.bytes -= moved
-    push_chain(&shared.head, first, last)
-    return moved

@@ -4,18 +4,20 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
 from zcpool._atomics cimport and32, load32, load32_acquire, load32_seq, load64_seq, loadptr, mutex_lock, \
-    mutex_unlock, or32, spinlock, store32, store32_release, swap32, swapptr, tryunlock
+    mutex_unlock, or32, store32, store32_release, store64, swap32, swapptr
 from zcpool._backend cimport Backend
 from zcpool._block cimport CLOSED, FOREIGN, FROZEN, NEEDS_SYNC, ORPHAN, PYTHON_BACKEND, RETIRED, STATE_SHIFT, VISIBLE, \
     ThreadCache, WAITERS, Block, Region, word_owned, word_state
-from zcpool._core cimport KINDS, Core, core_put, core_release, core_wait_for
+from zcpool._cache cimport cache_narrow
+from zcpool._core cimport KINDS, Core, core_put, core_release, core_take_shared, core_wait_for
 from zcpool._freelist cimport INDEX_MASK
 from zcpool._miss cimport fences_poll
-from zcpool._process cimport CHUNK, POOLS, descriptor, next_serial, process, process_start, slots_wake, thread_id
-from zcpool._reclaim cimport arenas_trim, cache_abandon, caches_flush, core_drain, core_unlock, lists_trim, \
-    region_free, regions_free
+from zcpool._process cimport CHUNK, POOL_BITS, POOLS, descriptor, next_serial, process, process_start, slots_wake, \
+    thread_id
+from zcpool._reclaim cimport arenas_trim, core_drain, core_unlock, lists_trim, region_free, regions_free
 from zcpool._request cimport kind_ensure
-from zcpool._sizes cimport CLASSES, SMALL_CLASSES
+from zcpool._sizes cimport CACHED_CLASSES, CLASSES
+from zcpool._visit cimport cache_abandon, cache_name, caches_closed, caches_flush, caches_lock, caches_unlock
 
 cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void** memory, size_t alignment, size_t nbytes) noexcept
@@ -41,7 +43,7 @@ cdef inline Core* core_take_over() noexcept nogil:
         core = <Core*>memory
         memset(core, 0, sizeof(Core))
         core.head.id = process.n_pools
-        core.head.gate.serial = next_serial()
+        number_renew(core)
         core.taken = 1
         process.pools[process.n_pools] = core
         store32_release(&process.n_pools, process.n_pools + 1)     # pairs with door_core: the entry is there
@@ -59,21 +61,30 @@ cdef inline void core_clear(Core* core) noexcept nogil:
             for cls in range(CLASSES):      # heads are empty, and keep their tags
                 core.lists[kind][cls].stamp = core.lists[kind][cls].made = core.lists[kind][cls].floor = 0
                 core.lists[kind][cls].trimmed = 0
+    caches_lock(core)
     while c != NULL:
-        spinlock(&c.lock)
         cache_books_clear(c)
-        tryunlock(&c.lock)
         c = c.next
+    caches_unlock(core)
 
 cdef inline void books_clear(Core* core) noexcept nogil:
     memset(&core.counters, 0, sizeof(core.counters))
     memset(core.lent, 0, sizeof(core.lent))
+    core.lent_all = 0
     memset(core.held, 0, sizeof(core.held))
     core.arena_total = core.carved_bytes = core.recent_peak = core.patience = 0
 
 cdef inline void cache_books_clear(ThreadCache* c) noexcept nogil:
+    cdef int cls
+    for cls in range(CACHED_CLASSES):
+        store64(&c.slots[cls].taken, 0)
     memset(c.acquires, 0, sizeof(c.acquires))
     memset(c.lent, 0, sizeof(c.lent))
+    c.lent_all = 0
+
+cdef inline void number_renew(Core* core) noexcept nogil:
+    """Give a control block the number of another pool."""
+    store64(&core.head.number, (<uint64_t>next_serial() << POOL_BITS) | core.head.id)
 
 cdef inline Core* core_new(Backend backend, uint64_t granule, uint32_t flags) except NULL:
     """Return a control block for a new pool, open, holding a reference of the backend."""
@@ -85,14 +96,14 @@ cdef inline Core* core_new(Backend backend, uint64_t granule, uint32_t flags) ex
             core = NULL
     if core == NULL:
         raise MemoryError(f"no control block for another pool: {POOLS} can live at a time")
-    store32(&core.head.gate.serial, next_serial())
+    number_renew(core)
+    core.take_shared = core_take_shared
     core.drain = core_drain
     core.head.release = core_release
     core.head.go_home = core_put
     core.head.wait_for = core_wait_for
     core.head.pins = 0
-    with nogil:
-        core_set_granule(core, granule)
+    core.granule = granule
     backend.fill_ops(&core.ops)
     Py_INCREF(backend)
     core.head.backend = <void*>backend
@@ -102,28 +113,29 @@ cdef inline Core* core_new(Backend backend, uint64_t granule, uint32_t flags) ex
         flags |= NEEDS_SYNC
     if backend.python:
         flags |= PYTHON_BACKEND
-    store32(&core.head.gate.flags, flags)
+    store32(&core.head.flags, flags)
+    with nogil:
+        core_open(core)
     return core
 
-cdef inline void core_set_granule(Core* core, uint64_t granule) noexcept nogil:
-    """Tell the caches that stayed with their threads, too: C callers round sizes by it."""
+cdef inline void core_open(Core* core) noexcept nogil:
+    """Open the caches that stayed with their threads for the new pool."""
     cdef ThreadCache* c
     mutex_lock(&core.lock)
-    core.granule = granule
+    caches_lock(core)
     c = core.caches
     while c != NULL:
-        spinlock(&c.lock)
-        c.granule = granule
-        tryunlock(&c.lock)
+        cache_name(core, c)
         c = c.next
+    caches_unlock(core)
     core_unlock(core)
 
 cdef inline void core_close(Core* core) noexcept nogil:
     """Stop acquires and give back all that is free. What is in use comes home later, through core_drain."""
     cdef Region* chain = NULL
     cdef uint64_t mask
-    and32(&core.head.gate.flags, ~<uint32_t>FROZEN)
-    or32(&core.head.gate.flags, CLOSED)
+    and32(&core.head.flags, ~<uint32_t>FROZEN)
+    or32(&core.head.flags, CLOSED)
     fences_poll(core)
     mutex_lock(&core.lock)
     caches_flush(core)          # who put a block into a cache before the flag was seen, put it before this
@@ -147,7 +159,7 @@ cdef inline int chores(void* unused) noexcept:
         core = <Core*>process.pools[i]
         with nogil:
             deferred_free(core)
-            if load32_seq(&core.head.gate.flags) & ORPHAN:
+            if load32_seq(&core.head.flags) & ORPHAN:
                 fences_poll(core)
                 if load64_seq(&core.fences.pending):
                     store32(&process.orphans, 1)        # nobody else will look at them
@@ -169,18 +181,18 @@ cdef inline void core_orphan(Core* core) noexcept:
     """The Pool object is gone (with the GIL)."""
     with nogil:
         core_close(core)
-        store32(&core.head.gate.serial, next_serial())      # the pool's number dies with it
-        or32(&core.head.gate.flags, ORPHAN)
+        number_renew(core)      # the pool's number dies with it
+        or32(&core.head.flags, ORPHAN)
     chores(NULL)
 
 cdef inline void core_bury(Core* core) noexcept:
     """Let go of the backend of a pool that has ended, once its last region has."""
     cdef object backend
-    if not load32_seq(&core.head.gate.flags) & ORPHAN or load64_seq(&core.reserved) or load64_seq(&core.fences.pending):
+    if not load32_seq(&core.head.flags) & ORPHAN or load64_seq(&core.reserved) or load64_seq(&core.fences.pending):
         return
     if load32_seq(&core.inflight) or load32_seq(&core.dirty):
         return
-    if not and32(&core.head.gate.flags, ~<uint32_t>ORPHAN) & ORPHAN:
+    if not and32(&core.head.flags, ~<uint32_t>ORPHAN) & ORPHAN:
         return                  # somebody else is at it
     backend = <object>core.head.backend
     core.head.backend = NULL
@@ -210,7 +222,7 @@ cdef inline void core_forked(Core* core) noexcept nogil:
     cdef int kind, cls
     core.lock = core.dirty = core.inflight = 0
     core.wait_mask = core.reserved = core.handles = 0
-    and32(&core.head.gate.flags, ~<uint32_t>WAITERS)
+    and32(&core.head.flags, ~<uint32_t>WAITERS)
     core.head.pins = 0
     core.regions = core.deferred = NULL
     core.fences.incoming = core.fences.pending = 0
@@ -222,13 +234,15 @@ cdef inline void core_forked(Core* core) noexcept nogil:
                 core.lists[kind][cls].head &= ~<uint64_t>INDEX_MASK
                 core.lists[kind][cls].made = core.lists[kind][cls].floor = 0
     while c != NULL:
-        c.lock = 0
-        c.bytes = 0
+        c.busy = 0
+        c.closed = caches_closed(core)
         if c.owner != thread_id():
             c.owner = NULL      # its thread does not exist here
-        for cls in range(SMALL_CLASSES):
-            c.slots[cls].head = NULL
+        for cls in range(CACHED_CLASSES):
+            c.slots[cls].hot = c.slots[cls].head = NULL     # cache_narrow shuts them
             c.slots[cls].count = 0
+        memset(c.big, 0, sizeof(c.big))
+        cache_narrow(c)
         cache_books_clear(c)
         c = c.next
     books_clear(core)

@@ -8,18 +8,19 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from zcpool._atomics cimport add32, add64, load32, load32_seq, load64, load64_seq, loadptr_acquire, mutex_lock, \
     store32, unlikely
 from zcpool._block cimport CLOSED, DEBUG, FIXED, FROZEN, Block, Region, ThreadCache
-from zcpool._carve cimport cache_ensure, carve
+from zcpool._carve cimport carve
 from zcpool._core cimport Core, hand_out, home_of, lent_total, take_shared
 from zcpool._debug cimport block_arm
 from zcpool._fence cimport FENCE_BATCH, FenceNode, nodes_look, queue_take
 from zcpool._freelist cimport FreeList
 from zcpool._grow cimport arena_size, make_room, region_get, region_insert
 from zcpool._process cimport in_backend, thread_cache
-from zcpool._reclaim cimport arenas_trim, caches_flush, core_unlock, fences_end, fences_return, flight_end, \
-    flight_wait, list_bytes, list_oldest, list_trim, lists_trim, regions_free, steal
+from zcpool._reclaim cimport arenas_trim, core_unlock, fences_end, fences_return, flight_end, flight_wait, list_bytes, \
+    list_oldest, list_trim, lists_trim, regions_free
 from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, \
     NO_DESCRIPTORS, NONE, TOO_LARGE, Request, kind_ensure
-from zcpool._sizes cimport CLASSES, SMALL_CLASSES
+from zcpool._sizes cimport CACHED_CLASSES, CLASSES
+from zcpool._visit cimport big_show, cache_ensure, caches_flush, steal
 
 cdef enum:
     MAX_WAITS = 64              # for flights that end and change nothing
@@ -40,7 +41,7 @@ cdef inline Block* miss_try(Core* core, Request* rq) noexcept nogil:
         fences_poll(core)
         landed = load32_seq(&core.landed)
         rq.landed = 0
-        if load32_seq(&core.head.gate.flags) & CLOSED:
+        if load32_seq(&core.head.flags) & CLOSED:
             rq.reason = IS_CLOSED
             return NULL
         b = find(core, rq)
@@ -57,10 +58,12 @@ cdef inline Block* miss_try(Core* core, Request* rq) noexcept nogil:
 
 cdef inline Block* find(Core* core, Request* rq) noexcept nogil:
     """Look for a block among what the pool holds."""
-    cdef Block* b = take_shared(core, rq.kind, rq.cls)
+    cdef Block* b
+    big_show(core)
+    b = take_shared(core, rq.kind, rq.cls)
     if b == NULL:
         mutex_lock(&core.lock)
-        if rq.carve and not load32(&core.head.gate.flags) & FIXED:
+        if rq.carve and not load32(&core.head.flags) & FIXED:
             b = carve(core, rq)
         if b == NULL:
             b = take_anywhere(core, rq.kind, rq.cls)
@@ -71,13 +74,13 @@ cdef inline Block* find(Core* core, Request* rq) noexcept nogil:
 
 cdef inline Block* take_anywhere(Core* core, int kind, int cls) noexcept nogil:
     """Take a free block of a class, also from other threads' caches. Under core.lock."""
-    if kind == 0 and cls < SMALL_CLASSES:
+    if kind == 0 and cls < CACHED_CLASSES:
         return steal(core, cls)
     return take_shared(core, kind, cls)
 
 cdef inline bint refused(Core* core, Request* rq) noexcept nogil:
     """Say whether the backend may not be asked."""
-    cdef uint32_t flags = load32_seq(&core.head.gate.flags)
+    cdef uint32_t flags = load32_seq(&core.head.flags)
     if flags & FIXED and not rq.founding:
         rq.reason = ALL_IN_USE
     elif flags & FROZEN:
@@ -132,7 +135,7 @@ cdef inline uint64_t core_trim(Core* core, uint64_t keep_bytes) noexcept nogil:
     cdef Region* chain = NULL
     cdef FreeList* blocks
     cdef uint64_t cached
-    if load32_seq(&core.head.gate.flags) & (FROZEN | FIXED):
+    if load32_seq(&core.head.flags) & (FROZEN | FIXED):
         return 0
     mutex_lock(&core.lock)
     caches_flush(core)
@@ -170,7 +173,8 @@ cdef inline Block* core_miss(Core* core, Request* rq) noexcept nogil:
     if loadptr_acquire(<uintptr_t*>&core.lists[rq.kind]) == 0 and not kind_ensure(core, rq.kind):
         rq.reason = NO_DESCRIPTORS
         return NULL
-    if not load32_seq(&core.head.gate.flags) & CLOSED:
+    if not load32_seq(&core.head.flags) & CLOSED:
+        big_show(core)
         b = take_shared(core, rq.kind, rq.cls)
     if b == NULL:
         add32(&core.epoch, 1)
@@ -207,6 +211,6 @@ cdef inline Block* serve(Core* core, Request* rq, Block* b) noexcept nogil:
     add64(&core.counters.acquires[b.bucket], 1)
     store32(&home_of(b).stamp, load32(&core.epoch))
     hand_out(b, rq.nbytes, rq.state)
-    if load32(&core.head.gate.flags) & DEBUG:
-        block_arm(b, load32(&core.head.gate.flags), &core.faults)
+    if load32(&core.head.flags) & DEBUG:
+        block_arm(b, load32(&core.head.flags), &core.faults)
     return b

@@ -12,6 +12,7 @@ from zcpool._block cimport CLOSED, DEBUG, FIXED, FROZEN, IN_USE, RETIRED, ZERO, 
 from zcpool._buffer cimport Buffer, Buffer_begin, Buffer_new
 from zcpool._core cimport Core, core_take
 from zcpool._door cimport Api, door_fill, door_pool
+from zcpool._freelist cimport block_index
 from zcpool._life cimport chores, core_close, core_new, core_orphan, life_begin
 from zcpool._miss cimport core_miss, core_trim, fences_poll
 from zcpool._process cimport chores_due, descriptor, process
@@ -246,11 +247,11 @@ cdef class Pool:
 
     def freeze(self):
         """Make no backend call until `thaw`: what is not cached cannot be acquired, and nothing is given back."""
-        or32(&Pool_core(self).head.gate.flags, FROZEN)
+        or32(&Pool_core(self).head.flags, FROZEN)
 
     def thaw(self):
         """End `freeze`."""
-        and32(&Pool_core(self).head.gate.flags, ~<uint32_t>FROZEN)
+        and32(&Pool_core(self).head.flags, ~<uint32_t>FROZEN)
 
     def close(self):
         """Stop acquires and give back cached memory. Calling it again does nothing.
@@ -310,12 +311,12 @@ cdef class Pool:
     @property
     def closed(self):
         """Whether `close` has been called."""
-        return bool(load32(&Pool_core(self).head.gate.flags) & CLOSED)
+        return bool(load32(&Pool_core(self).head.flags) & CLOSED)
 
     @property
     def frozen(self):
         """Whether the pool is frozen."""
-        return bool(load32(&Pool_core(self).head.gate.flags) & FROZEN)
+        return bool(load32(&Pool_core(self).head.flags) & FROZEN)
 
 
 # ---- opening -------------------------------------------------------------------------------------------------
@@ -407,7 +408,7 @@ cdef object Pool_take(Pool self, uint64_t nbytes, timeout, kind):
 
 cdef int Pool_found(Pool self, uint64_t nbytes, uint64_t count) except -1:
     """Make the blocks of a FixedPool, and let the pool never grow or shrink by itself."""
-    or32(&Pool_core(self).head.gate.flags, FIXED)
+    or32(&Pool_core(self).head.flags, FIXED)
     return Pool_reserve(self, nbytes, count, None, False, False, True)
 
 cdef uint32_t Pool_forks() noexcept:
@@ -458,7 +459,7 @@ cdef object Pool_acquire(Pool self, nbytes, alignment, bint exclusive, timeout, 
     if size == 0:
         if alignment is not None:
             Pool_check_alignment(self, alignment)
-        if load32(&core.head.gate.flags) & CLOSED:
+        if load32(&core.head.flags) & CLOSED:
             raise PoolError(f"pool {self.name!r} is closed: make a new one")
         Buffer_begin(buf, self, NULL, 0)
         return buf
@@ -657,7 +658,8 @@ cdef object Pool_sums(Pool self, BucketSums* sums):
         buckets.append(BucketStats(**bucket_fields(core, i, &sums[i], name)))
     total = {field: sum(getattr(b, field) for b in buckets) for field in BucketStats.__dataclass_fields__
              if field != "name"}
-    total["peak_in_use_bytes"] = load64(&core.counters.peak_in_use_total)
+    # Threads tell of what they lend at different times: the sum may have been noted with more than its parts.
+    total["peak_in_use_bytes"] = min(load64(&core.counters.peak_in_use_total), total["peak_in_use_bytes"])
     total["peak_reserved_bytes"] = max(load64(&core.counters.peak_reserved_total), total["reserved_bytes"])
     return PoolStats(name=self._state.name, buckets=tuple(buckets), **total)
 
@@ -685,7 +687,7 @@ cdef dict bucket_fields(Core* core, int i, BucketSums* s, str name):
 cdef int Pool_debug(Pool self, Block* block) except -1:
     """Note who acquired the block, and tell of memory faults seen since the last look."""
     frame = sys._getframe()
-    self._state.origins[block.index] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    self._state.origins[block_index(block)] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     text = Pool_fault(self._core)
     if text:
         warnings.warn(f"pool {self.name!r}: {text}", RuntimeWarning, stacklevel=1)   # Cython has no frame

@@ -8,20 +8,25 @@
 #define ZC_PROCESS_H
 
 #include "_atomics.h"
+#include "zcpool.h"
 #include <Python.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 #if defined(__linux__)
 #include <sys/eventfd.h>
 #endif
 
-#define ZC_CHUNK_SHIFT 12 /* descriptors in a chunk: 4096, 256 KiB hot and 128 KiB cold */
+#define ZC_CHUNK_SHIFT 12 /* descriptors made at a time: 4096, 256 KiB hot and 128 KiB cold */
 #define ZC_CHUNK (1u << ZC_CHUNK_SHIFT)
-#define ZC_CHUNK_ALIGN (512u * 1024) /* so that a hot descriptor finds its cold half by masking */
-#define ZC_CHUNKS 4096 /* times 4096 is the 24-bit index of a list head */
-#define ZC_POOLS 4096
+#define ZC_INDEX_BITS 24 /* of a list head and of a token */
+/* All hot descriptors there can be, 64 bytes each. Reserved at a multiple of itself, so that a descriptor and its index
+ * are told from each other by a shift and a mask, without a look at memory. */
+#define ZC_DESCRIPTORS_BYTES ((size_t)64 << ZC_INDEX_BITS)
+#define ZC_POOL_BITS 12
+#define ZC_POOLS (1 << ZC_POOL_BITS)
 #define ZC_SLOTS 64
 
 /* Bits of the ABA tag in a list head. 40 by default: at 1e8 pushes a second it wraps in three hours, and a
@@ -55,13 +60,16 @@ static inline void zc_window(void) {}
 #define ZC_TLS __thread
 #endif
 
+/* What a thread has: in thread-local storage itself, so that a hit follows one pointer less. */
 typedef struct zc_thread {
-    uint32_t n;      /* entries of caches */
+    uint32_t n;      /* entries of caches; 0 also when the thread is ending: its late releases go to the shared lists */
+    uint32_t ended;
     void **caches;   /* by pool id: this thread's cache of that pool, or NULL */
 } zc_thread;
 
 static struct {
-    char *chunks[ZC_CHUNKS];
+    uintptr_t descriptors;      /* where they begin: the hot ones, then the cold halves */
+    uint32_t max_chunks;
     uint32_t n_chunks;          /* atomic, published with release */
     uint32_t grow_lock;
     void *pools[ZC_POOLS];      /* control blocks by id; type-stable, never freed */
@@ -75,66 +83,64 @@ static struct {
     uint32_t orphans;            /* atomic: ended pools wait for fences, which somebody must look at */
     int (*chores)(void *);       /* what a Python entry point then does, with the GIL */
     uint32_t generation;        /* forks behind us */
+    uint32_t fenced;            /* atomic: no membarrier, whoever enters a thread cache needs a fence of its own */
     pthread_key_t thread_key;
     pthread_once_t once;
     void (*drain_cache)(void *cache);
     void (*forked)(void);
+    /* Of the C door, what does not hit: out of line, so that a hit has no frame. */
+    const void *(*acquire)(uint64_t pool, size_t nbytes);
+    int (*release)(uint64_t token);
 } zc_process = {.once = PTHREAD_ONCE_INIT};
 
-/* A thread that has none of its own yet, or no longer: every look-up misses, nothing is allocated. */
-static zc_thread zc_no_thread = {0, NULL};
-static ZC_TLS zc_thread *zc_self = &zc_no_thread;
-static ZC_TLS int zc_thread_ended = 0;
+static ZC_TLS zc_thread zc_self;
+
+/* The cache that the thread used last. Most often it is the next one, too; and then a hit need not follow the block to
+ * its pool and the pool to the cache, which takes longer than all the rest. Never NULL: `zc_no_cache` lets nobody in. */
+static zc_cache zc_no_cache = {.closed = ZC_KEPT_OUT};
+static ZC_TLS zc_cache *zc_last_cache = &zc_no_cache;
+
+static inline zc_cache *zc_get_last_cache(void) { return zc_last_cache; }
+static inline void zc_set_last_cache(zc_cache *cache) { zc_last_cache = cache; }
 
 static inline void *zc_thread_cache(uint32_t pool)
 {
-    zc_thread *t = zc_self;
-    return ZC_LIKELY(pool < t->n) ? t->caches[pool] : NULL;
+    return ZC_LIKELY(pool < zc_self.n) ? zc_self.caches[pool] : NULL;
 }
 
 static void zc_thread_end(void *arg)
 {
-    zc_thread *t = (zc_thread *)arg;
-    uint32_t i;
-    zc_self = &zc_no_thread;
-    zc_thread_ended = 1; /* later destructors of this thread use the shared lists */
-    for (i = 0; i < t->n; i++)
-        if (t->caches[i])
-            zc_process.drain_cache(t->caches[i]);
-    free(t->caches);
-    free(t);
+    uint32_t i, n = zc_self.n;
+    (void)arg;
+    zc_self.n = 0;
+    zc_self.ended = 1;
+    zc_last_cache = &zc_no_cache;
+    for (i = 0; i < n; i++)
+        if (zc_self.caches[i])
+            zc_process.drain_cache(zc_self.caches[i]);
+    free(zc_self.caches);
+    zc_self.caches = NULL;
 }
 
 /* Registers a cache for the calling thread. 0 on success; on failure the thread does without. */
 static inline int zc_thread_adopt(uint32_t pool, void *cache)
 {
-    zc_thread *t = zc_self;
-    if (zc_thread_ended)
+    if (zc_self.ended || (!zc_self.n && pthread_setspecific(zc_process.thread_key, &zc_self) != 0))
         return -1;
-    if (t == &zc_no_thread) {
-        t = (zc_thread *)calloc(1, sizeof *t);
-        if (!t)
-            return -1;
-        if (pthread_setspecific(zc_process.thread_key, t) != 0) {
-            free(t);
-            return -1;
-        }
-        zc_self = t;
-    }
-    if (pool >= t->n) {
+    if (pool >= zc_self.n) {
         uint32_t n = pool + 16;
-        void **caches = (void **)realloc(t->caches, n * sizeof *caches);
+        void **caches = (void **)realloc(zc_self.caches, n * sizeof *caches);
         if (!caches)
             return -1;
-        memset(caches + t->n, 0, (n - t->n) * sizeof *caches);
-        t->caches = caches;
-        t->n = n;
+        memset(caches + zc_self.n, 0, (n - zc_self.n) * sizeof *caches);
+        zc_self.caches = caches;
+        zc_self.n = n;
     }
-    t->caches[pool] = cache;
+    zc_self.caches[pool] = cache;
     return 0;
 }
 
-static inline void *zc_self_id(void) { return zc_self; }
+static inline void *zc_self_id(void) { return &zc_self; }
 
 /* The child has one thread. It only stores: other threads' locks are abandoned, waiters' eventfds (shared with
  * the parent) are closed, and the core then disowns every region. */
@@ -153,8 +159,32 @@ static void zc_fork_child(void)
     zc_process.forked();
 }
 
+#if defined(__linux__) && defined(SYS_membarrier) && !defined(ZC_NO_MEMBARRIER)
+#define ZC_MEMBARRIER(command) syscall(SYS_membarrier, command, 0, 0)
+#else
+#define ZC_MEMBARRIER(command) (-1L)
+#endif
+#define ZC_MEMBARRIER_PRIVATE_EXPEDITED (1 << 3) /* Linux 4.14 */
+#define ZC_MEMBARRIER_REGISTER_PRIVATE_EXPEDITED (1 << 4)
+
+/* Makes every thread of the process pass a full memory barrier. The kernel was asked at the start whether it can; one
+ * that refuses later (a seccomp filter) is waited out: no store stays in a processor's buffer for so many timer ticks. */
+static inline void zc_fence_all_threads(void)
+{
+    int saved = errno;
+    if (ZC_MEMBARRIER(ZC_MEMBARRIER_PRIVATE_EXPEDITED) != 0) {
+        zc_store_u32(&zc_process.fenced, 1);
+        usleep(50000);
+        errno = saved;
+    }
+}
+
+static inline void zc_reserve_descriptors(void);
+
 static void zc_process_init(void)
 {
+    zc_reserve_descriptors();
+    zc_process.fenced = ZC_MEMBARRIER(ZC_MEMBARRIER_REGISTER_PRIVATE_EXPEDITED) != 0;
     pthread_key_create(&zc_process.thread_key, zc_thread_end);
     pthread_atfork(NULL, NULL, zc_fork_child);
 }
@@ -173,7 +203,7 @@ static inline void zc_backend_enter(void) { zc_backend_depth++; }
 static inline void zc_backend_leave(void) { zc_backend_depth--; }
 static inline int zc_in_backend(void) { return zc_backend_depth > 0; }
 
-/* A number that no pool of this process has had: a thread cache and a pool's number are told apart by it alone. */
+/* A number that no pool of this process has had. */
 static inline uint32_t zc_next_serial(void) { return zc_add_u32(&zc_process.serials, 1) + 1; }
 
 /* Asks for chores to be done with the GIL: by the next slow path that has it, or by the interpreter's own
@@ -221,13 +251,13 @@ static inline int zc_chores_due(void) {
 
 static inline void *zc_descriptor(uint32_t index)
 {
-    return zc_process.chunks[index >> ZC_CHUNK_SHIFT] + (size_t)(index & (ZC_CHUNK - 1)) * 64;
+    return (void *)(zc_process.descriptors | (uintptr_t)index << 6);
 }
 
 static inline void *zc_cold(void *hot)
 {
-    uintptr_t chunk = (uintptr_t)hot & ~(uintptr_t)(ZC_CHUNK_ALIGN - 1);
-    return (void *)(chunk + (size_t)ZC_CHUNK * 64 + ((uintptr_t)hot - chunk) / 2);
+    uintptr_t hot_bytes = (uintptr_t)zc_process.max_chunks << (ZC_CHUNK_SHIFT + 6);
+    return (void *)(zc_process.descriptors + hot_bytes + ((uintptr_t)hot & (ZC_DESCRIPTORS_BYTES - 1)) / 2);
 }
 
 /* Adds a chunk under grow_lock; returns its first index, or 0 when there is no memory or no room. Index 0
@@ -235,13 +265,50 @@ static inline void *zc_cold(void *hot)
 static inline uint32_t zc_grow_descriptors(void)
 {
     uint32_t n = zc_load_u32(&zc_process.n_chunks);
-    void *chunk;
-    if (n == ZC_CHUNKS || posix_memalign(&chunk, ZC_CHUNK_ALIGN, (size_t)ZC_CHUNK * 96) != 0)
+    char *hot = (char *)zc_descriptor(n << ZC_CHUNK_SHIFT);
+    if (n == zc_process.max_chunks || mprotect(hot, (size_t)ZC_CHUNK * 64, PROT_READ | PROT_WRITE) != 0
+        || mprotect(zc_cold(hot), (size_t)ZC_CHUNK * 32, PROT_READ | PROT_WRITE) != 0)
         return 0;
-    memset(chunk, 0, (size_t)ZC_CHUNK * 96);
-    zc_process.chunks[n] = (char *)chunk;
     zc_store_release_u32(&zc_process.n_chunks, n + 1);
     return n ? n << ZC_CHUNK_SHIFT : 1;
+}
+
+static inline uintptr_t zc_reserve_addresses(uintptr_t hint, size_t nbytes)
+{
+    void *p = mmap((void *)hint, nbytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return p == MAP_FAILED ? 0 : (uintptr_t)p;
+}
+
+/* Reserves addresses, not memory, for 16 million descriptors; where addresses are rationed (ulimit -v), for fewer.
+ * Without any, every look for a descriptor fails as it would without memory. */
+static inline void zc_reserve_descriptors(void)
+{
+    const uintptr_t align = ZC_DESCRIPTORS_BYTES;
+    int bits;
+    for (bits = ZC_INDEX_BITS; bits >= ZC_CHUNK_SHIFT; bits -= 4) {
+        size_t nbytes = (size_t)96 << bits;
+        uintptr_t at = zc_reserve_addresses(0, nbytes + align), k;
+        if (at) { /* give back what lies before and behind the aligned part */
+            uintptr_t first = (at + align - 1) & ~(align - 1);
+            if (first > at)
+                munmap((void *)at, first - at);
+            if (first < at + align)
+                munmap((void *)(first + nbytes), at + align - first);
+            at = first;
+        }
+        for (k = 4; !at && k < 64; k++) {
+            at = zc_reserve_addresses(k * align, nbytes);
+            if (at & (align - 1)) {
+                munmap((void *)at, nbytes);
+                at = 0;
+            }
+        }
+        if (at) {
+            zc_process.descriptors = at;
+            zc_process.max_chunks = 1u << (bits - ZC_CHUNK_SHIFT);
+            return;
+        }
+    }
 }
 
 /* ---- waiters: an eventfd each, so that a wake-up meant for one cannot be eaten by another ---------- */

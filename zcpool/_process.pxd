@@ -1,11 +1,16 @@
 # Declarations of _process.h. Only _pool compiles this in: the state exists once.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
+from zcpool._block cimport ThreadCache
+
 cdef extern from "_process.h" nogil:
     enum:
         CHUNK "ZC_CHUNK"
+        CHUNK_SHIFT "ZC_CHUNK_SHIFT"
         POOLS "ZC_POOLS"
+        POOL_BITS "ZC_POOL_BITS"
         SLOTS "ZC_SLOTS"
+        INDEX_BITS "ZC_INDEX_BITS"
         TAG_BITS "ZC_TAG_BITS"
         PLANT_DOUBLE_PUSH "ZC_PLANT_DOUBLE_PUSH"
         PLANT_LOST_STEAL "ZC_PLANT_LOST_STEAL"
@@ -17,10 +22,13 @@ cdef extern from "_process.h" nogil:
         uint32_t pools_lock
         uint32_t grow_lock
         uint32_t generation
+        uint32_t fenced
         uint32_t python_work
         uint32_t orphans
         uint64_t free_descriptors
         int (*chores)(void*) noexcept
+        const void* (*acquire)(uint64_t pool, size_t nbytes) noexcept nogil
+        int (*release)(uint64_t token) noexcept nogil
 
     Process process "zc_process"
 
@@ -31,6 +39,10 @@ cdef extern from "_process.h" nogil:
     void* thread_cache "zc_thread_cache"(uint32_t pool) noexcept
     int thread_adopt "zc_thread_adopt"(uint32_t pool, void* cache) noexcept
     void* thread_id "zc_self_id"() noexcept
+
+    ThreadCache* last_cache "zc_get_last_cache"() noexcept
+    void set_last_cache "zc_set_last_cache"(ThreadCache* cache) noexcept
+    void fence_all_threads "zc_fence_all_threads"() noexcept
 
     void backend_enter "zc_backend_enter"() noexcept
     void backend_leave "zc_backend_leave"() noexcept

@@ -1,4 +1,4 @@
-# Giving memory back: visiting thread caches, trimming lists, joining blocks, freeing regions, closing.
+# Giving memory back: trimming lists, joining blocks, freeing regions, closing.
 #
 # core.lock guards regions, arenas, `made` and `floor` of the lists, the list of caches, and the fence queue.
 # Under it nothing calls a backend, runs Python, or waits for anything but a cache's trylock. It is never
@@ -8,87 +8,13 @@ from libc.stdlib cimport free
 
 from zcpool._arena cimport arena_join, region_end
 from zcpool._atomics cimport add32, add64, bump64, casptr, futex_wait, futex_wake_all, load32, load32_seq, load64, \
-    loadptr, mutex_trylock, mutex_unlock, or32, spinlock, sub32, sub64, swap32, tryunlock
-from zcpool._block cimport CLOSED, ORPHAN, PYTHON_BACKEND, WAITERS, Block, Region, ThreadCache, block_unref
+    loadptr, mutex_trylock, mutex_unlock, or32, sub32, sub64, swap32
+from zcpool._block cimport CLOSED, ORPHAN, PYTHON_BACKEND, WAITERS, Block, Region, block_unref
 from zcpool._core cimport KINDS, Core, home_of, list_of, peak_note, take_shared, unlend
 from zcpool._fence cimport POLLNVAL, FenceNode, close, queue_append
-from zcpool._freelist cimport INDEX_MASK, FreeList, block_at, cache_get, cache_spill, next_of, pop_all, \
-    push_chain
-from zcpool._process cimport PLANT_LOST_STEAL, backend_enter, backend_leave, call_python, gil_leave, gil_return, \
-    process, slots_wake
-from zcpool._sizes cimport CLASSES, GRANULE, SMALL_CLASSES
-
-# ---- thread caches -------------------------------------------------------------------------------------
-
-cdef inline void caches_lock(Core* core) noexcept nogil:
-    """Lock every cache. Owners meanwhile use the shared lists, so what is free stands still or lies there."""
-    cdef ThreadCache* c = core.caches
-    while c != NULL:
-        spinlock(&c.lock)
-        c = c.next
-
-cdef inline void caches_unlock(Core* core) noexcept nogil:
-    cdef ThreadCache* c = core.caches
-    while c != NULL:
-        tryunlock(&c.lock)
-        c = c.next
-
-cdef inline void cache_flush(Core* core, ThreadCache* c, int cls) noexcept nogil:
-    """Move a class of a locked cache to the shared list, and refill it gently from now on."""
-    if c.slots[cls].count:
-        unlend(core, 0, cache_spill(c, cls, c.slots[cls].count, list_of(core, 0, cls)))
-    c.slots[cls].batch = 1
-
-cdef inline void caches_flush(Core* core) noexcept nogil:
-    """Move all that is cached by threads to the shared lists. Under core.lock."""
-    cdef ThreadCache* c = core.caches
-    cdef int cls
-    caches_lock(core)
-    while c != NULL:
-        for cls in range(SMALL_CLASSES):
-            cache_flush(core, c, cls)
-        c = c.next
-    caches_unlock(core)
-
-cdef inline Block* steal(Core* core, int cls) noexcept nogil:
-    """Take a free block of a small class wherever it is. Under core.lock.
-
-    All caches are held at once, so a block that moves between caches and the list cannot escape: NULL means
-    that, at one instant, every block of the class was in use. Without that, a pool prepared for n threads
-    with n blocks could call its backend all the same.
-    """
-    cdef ThreadCache* c = core.caches
-    cdef Block* b = NULL
-    caches_lock(core)
-    while c != NULL:
-        if b == NULL:
-            b = cache_get(c, cls)
-            if PLANT_LOST_STEAL and b != NULL:
-                b = NULL
-        cache_flush(core, c, cls)
-        c = c.next
-    if b == NULL:
-        b = take_shared(core, 0, cls)
-    caches_unlock(core)
-    return b
-
-cdef inline void cache_abandon(void* cache) noexcept nogil:
-    """A thread ends: its blocks go to the shared lists, its cache to the next thread that comes."""
-    cdef ThreadCache* c = <ThreadCache*>cache
-    cdef Core* core = <Core*>c.core
-    cdef uint32_t flags
-    cdef int cls
-    spinlock(&c.lock)
-    for cls in range(SMALL_CLASSES):
-        cache_flush(core, c, cls)
-    c.owner = NULL
-    tryunlock(&c.lock)
-    flags = load32_seq(&core.head.gate.flags)
-    if flags & WAITERS:
-        slots_wake(load64(&core.wait_mask))
-    if flags & CLOSED:
-        core_drain(core)
-
+from zcpool._freelist cimport INDEX_MASK, FreeList, block_at, next_of, pop_all, push_chain
+from zcpool._process cimport backend_enter, backend_leave, call_python, gil_leave, gil_return, process, slots_wake
+from zcpool._sizes cimport CLASSES, GRANULE
 
 # ---- regions -------------------------------------------------------------------------------------------
 
@@ -139,12 +65,12 @@ cdef inline uint64_t regions_free(Core* core, Region* chain, bint may_run_python
         r = chain
         chain = r.next
         total += r.nbytes
-        if load32(&core.head.gate.flags) & PYTHON_BACKEND and not may_run_python:
+        if load32(&core.head.flags) & PYTHON_BACKEND and not may_run_python:
             region_defer(core, r)
         else:
             region_free(core, r)
         flight_end(core, True)
-    if load32_seq(&core.head.gate.flags) & ORPHAN:
+    if load32_seq(&core.head.flags) & ORPHAN:
         call_python()       # that may have been the last: the control block can be buried
     return total
 
@@ -294,14 +220,14 @@ cdef inline void core_drain(Core* core) noexcept nogil:
         lists_trim(core, NULL, &chain)
         arenas_trim(core, False, &chain)
         mutex_unlock(&core.lock)
-        if chain != NULL or load32_seq(&core.head.gate.flags) & ORPHAN:
+        if chain != NULL or load32_seq(&core.head.flags) & ORPHAN:
             left = gil_leave()      # the last view of a closed pool may end with the GIL: a free may take long
             regions_free(core, chain, False)
             gil_return(left)
 
 cdef inline void core_unlock(Core* core) noexcept nogil:
     mutex_unlock(&core.lock)
-    if load32_seq(&core.head.gate.flags) & CLOSED and load32_seq(&core.dirty):
+    if load32_seq(&core.head.flags) & CLOSED and load32_seq(&core.dirty):
         core_drain(core)
 
 

@@ -8,7 +8,8 @@ from zcpool._freelist cimport FreeList, next_of, pop_all, push_chain, set_next
 from zcpool._carve cimport carve_one
 from zcpool._grow cimport arena_size, region_get, region_put
 from zcpool._miss cimport refused
-from zcpool._reclaim cimport arenas_trim, caches_flush, core_unlock, flight_end, lists_trim, regions_free
+from zcpool._reclaim cimport arenas_trim, core_unlock, flight_end, lists_trim, regions_free
+from zcpool._visit cimport caches_flush
 from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, LIMIT_BYTES, LIMIT_HANDLES, NO_DESCRIPTORS, \
     Request, kind_ensure
 
@@ -29,10 +30,10 @@ cdef inline bint core_reserve(Core* core, Request* rq, uint64_t count, bint touc
     cdef bint helped = False
     new.first = new.last = NULL
     new.count = 0
-    if load32(&core.head.gate.flags) & CLOSED:
+    if load32(&core.head.flags) & CLOSED:
         rq.reason = IS_CLOSED
         return False
-    if load32(&core.head.gate.flags) & FIXED and not rq.founding:
+    if load32(&core.head.flags) & FIXED and not rq.founding:
         rq.reason = ALL_IN_USE
         return False
     if loadptr_acquire(<uintptr_t*>&core.lists[rq.kind]) == 0 and not kind_ensure(core, rq.kind):
@@ -49,7 +50,7 @@ cdef inline bint core_reserve(Core* core, Request* rq, uint64_t count, bint touc
         prepared_touch(core, &new)
     if new.first != NULL:
         push_chain(&list_of(core, rq.kind, rq.cls).head, new.first, new.last)
-    if load32_seq(&core.head.gate.flags) & CLOSED:
+    if load32_seq(&core.head.flags) & CLOSED:
         core.drain(core)        # closed meanwhile: nobody else would give these back
         rq.reason = IS_CLOSED
         return False
@@ -146,7 +147,7 @@ cdef inline void prepared_touch(Core* core, Prepared* new) noexcept nogil:
     """Fault the pages in by writing to each: the memory is fresh, its contents are nobody's."""
     cdef Block* b = new.first
     cdef uint64_t at
-    if not load32(&core.head.gate.flags) & VISIBLE:
+    if not load32(&core.head.flags) & VISIBLE:
         return
     while b != NULL:
         at = 0

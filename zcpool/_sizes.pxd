@@ -12,6 +12,8 @@ cdef extern from * nogil:
 cdef enum:
     CLASSES = 312           # up to 2**47 bytes
     SMALL_CLASSES = 95      # classes 0..94 are below 1 MiB; class 95 is 1 MiB itself
+    CACHED_CLASSES = 96     # those that thread caches keep:
+    CACHED_BYTES = 1 << 20  # up to so many bytes
     MEDIUM_CLASSES = 111    # below 4 MiB
     LARGE_CLASSES = 127     # below 16 MiB
     BUCKETS = 4

@@ -9,6 +9,7 @@ from zcpool._block cimport CACHED, FOREIGN, HELD, RETIRED, SPAN, Block, Region, 
 from zcpool._core cimport Core, peak_note
 from zcpool._freelist cimport cold
 from zcpool._reclaim cimport core_unlock
+from zcpool._sizes cimport CACHED_CLASSES, bucket_of
 
 
 cdef struct BucketSums:
@@ -76,6 +77,8 @@ cdef inline void core_sums(Core* core, BucketSums* sums) noexcept nogil:
     while c != NULL:
         for i in range(4):
             sums[i].acquires += load64(&c.acquires[i])
+        for i in range(CACHED_CLASSES):
+            sums[bucket_of(i)].acquires += load64(&c.slots[i].taken)
         c = c.next
     r = core.regions
     while r != NULL:

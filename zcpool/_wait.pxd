@@ -11,6 +11,7 @@ from zcpool._core cimport Core
 from zcpool._fence cimport queue_fds
 from zcpool._process cimport slot_give, slot_take, slot_wait
 from zcpool._reclaim cimport core_unlock
+from zcpool._visit cimport caches_tell
 
 cdef enum:
     WAIT_STEP = 500_000_000     # ns: a signal that arrives just before the sleep is seen after this
@@ -23,7 +24,8 @@ cdef inline int wait_begin(Core* core) noexcept nogil:
     if slot >= 0:
         mutex_lock(&core.lock)      # against a wait_end that is about to clear the flag
         or64(&core.wait_mask, <uint64_t>1 << slot)
-        or32(&core.head.gate.flags, WAITERS)
+        or32(&core.head.flags, WAITERS)
+        caches_tell(core)
         core_unlock(core)
     return slot
 
@@ -32,7 +34,8 @@ cdef inline void wait_end(Core* core, int slot) noexcept nogil:
         return
     mutex_lock(&core.lock)
     if and64(&core.wait_mask, ~(<uint64_t>1 << slot)) == <uint64_t>1 << slot:
-        and32(&core.head.gate.flags, ~<uint32_t>WAITERS)
+        and32(&core.head.flags, ~<uint32_t>WAITERS)
+        caches_tell(core)
     core_unlock(core)
     slot_give(slot)
 

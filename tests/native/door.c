@@ -24,7 +24,7 @@ static PyObject *describe(const zc_block *b)
         Py_RETURN_NONE;
     return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:i,s:K}", "token", (u64)zc_token(b), "data", (u64)(uintptr_t)b->data,
                          "nbytes", (u64)b->nbytes, "capacity", (u64)b->capacity, "block", (u64)(uintptr_t)b, "bucket",
-                         (int)b->bucket, "index", (u64)b->index);
+                         (int)b->bucket, "index", (u64)zc_index(b));
 }
 
 static PyObject *without_gil(PyObject *self, PyObject *flag)

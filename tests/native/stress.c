@@ -7,6 +7,8 @@
  *   - books that do not balance: looked at while everything runs
  *   - blocks that are lost: at the end nothing is in use or retired
  *   - a closed pool that serves: after stress_closed() every acquire must fail
+ *   - a thread that hangs: each shows that it gets on
+ *   - a forked child that is not as it should be: its pools must be empty, serve, and give all back
  *
  * stress_run() returns 0, or a bit set of what went wrong; it prints the first finding of each kind. Meanwhile the
  * pools may be used by others, trimmed, closed, and the process forked.
@@ -15,16 +17,19 @@
 #include "zcpool.h"
 #include <errno.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 enum { TWICE = 1, OVERWRITTEN = 2, STALE_FOLLOWED = 4, UNBALANCED = 8, LOST = 16, REFUSED = 32, NO_THREAD = 64,
-       SERVED = 128 };
-enum { KEEP = 64, MAIL = 64, OWNED = 1 << 24, POOLS = 8 };
+       SERVED = 128, HUNG = 256, CHILD = 512 };
+enum { KEEP = 64, MAIL = 64, OWNED = 1 << 24, POOLS = 8, THREADS = 64, PATIENCE = 30 /* seconds */ };
+enum { CHILD_LOOKS = 1, CHILD_SERVES = 2 };
 
 typedef struct {
     const zc_api *api;
@@ -33,6 +38,8 @@ typedef struct {
     uint64_t ops;           /* of each thread in a round */
     uint64_t largest;       /* bytes */
     int fast;               /* use the inlined path */
+    int trims;              /* every so many operations, about; 0: never */
+    int forks;              /* CHILD_LOOKS or CHILD_SERVES, now and then; 0: never */
     uint64_t mail[MAIL];    /* tokens on their way from one thread to another; atomic */
     uint32_t found;         /* atomic bit set */
     uint64_t failures;      /* atomic: acquires that found nothing */
@@ -43,6 +50,8 @@ typedef struct {
     shared *s;
     uint64_t random;
     zc_cache *caches[POOLS];
+    uint64_t done;          /* atomic: operations */
+    uint32_t ended;         /* atomic */
 } worker;
 
 static uint32_t closed; /* atomic: all pools have been closed */
@@ -98,9 +107,9 @@ static uint64_t take(worker *w)
         return 0;
     }
     if (must_fail)
-        found(s, SERVED, "a closed pool has served, index", b->index);
-    if (__atomic_exchange_n(&s->owned[b->index], 1, __ATOMIC_RELAXED))
-        found(s, TWICE, "handed out twice, index", b->index);
+        found(s, SERVED, "a closed pool has served, index", zc_index(b));
+    if (__atomic_exchange_n(&s->owned[zc_index(b)], 1, __ATOMIC_RELAXED))
+        found(s, TWICE, "handed out twice, index", zc_index(b));
     mark(b, zc_token(b));
     return zc_token(b);
 }
@@ -137,7 +146,7 @@ static void drop(worker *w, uint64_t token)
     int signal_fd = fd >= 0 ? dup(fd) : -1;
     /* Given up before the release: whoever takes the block next must find it free. A pinned one stays owned. */
     if (r != 0 && (fd < 0 || early))
-        __atomic_store_n(&s->owned[b->index], 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&s->owned[zc_index(b)], 0, __ATOMIC_RELAXED);
     if (fd >= 0            ? api->release_after(token, fd)
         : s->fast && r != 2 ? zc_release_fast(api, cache_of(w, b), b)
                             : api->release(token))
@@ -146,7 +155,7 @@ static void drop(worker *w, uint64_t token)
         if (r == 0 && !marked(b, token))
             found(s, OVERWRITTEN, "a pinned block was handed out", token);
         if (!early)
-            __atomic_store_n(&s->owned[b->index], 0, __ATOMIC_RELAXED);
+            __atomic_store_n(&s->owned[zc_index(b)], 0, __ATOMIC_RELAXED);
         if (r == 0 && api->unpin(token) != 0)
             found(s, REFUSED, "unpin was refused", token);
         if (signal_fd >= 0)
@@ -164,6 +173,54 @@ static void look(shared *s, zc_pool pool)
     if (s->api->stats(pool, &st) == 0
         && st.reserved_bytes != st.in_use_bytes + st.cached_bytes + st.retired_bytes + st.slack_bytes)
         found(s, UNBALANCED, "books do not balance, reserved", st.reserved_bytes);
+}
+
+/* What a child does: no thread but the one that forked is here. Returns what is wrong. */
+static int child(shared *s)
+{
+    static const size_t sizes[] = {10, 256, 512, 1000, 3 << 20};
+    enum { SIZES = sizeof sizes / sizeof *sizes };
+    const zc_block *held[SIZES];
+    zc_stats st;
+    int i, j;
+    for (i = 0; i < s->n_pools; i++) {
+        if (s->api->stats(s->pools[i], &st) || st.reserved_bytes || st.in_use_blocks || st.retired_blocks)
+            return 1;
+        if (s->forks != CHILD_SERVES || __atomic_load_n(&closed, __ATOMIC_ACQUIRE))
+            continue;
+        for (j = 0; j < SIZES; j++) {
+            held[j] = s->api->acquire(s->pools[i], sizes[j]);
+            if (!held[j])
+                return 2;
+            mark(held[j], zc_token(held[j]));
+        }
+        for (j = 0; j < SIZES; j++)
+            if (!marked(held[j], zc_token(held[j])) || s->api->release(zc_token(held[j])))
+                return 3;
+        s->api->trim(s->pools[i], 0);
+        if (s->api->stats(s->pools[i], &st) || st.reserved_bytes)
+            return 4;
+    }
+    return 0;
+}
+
+static void fork_child(shared *s)
+{
+    int status = 0, i;
+    pid_t pid = fork();
+    if (pid == 0)
+        _exit(child(s));
+    if (pid < 0)
+        return; /* no memory or too many processes: nothing was tried */
+    for (i = 0; waitpid(pid, &status, WNOHANG) == 0; i++) {
+        usleep(1000);
+        if (i == PATIENCE * 1000) {
+            kill(pid, SIGKILL);
+            found(s, CHILD, "a child hangs", (uint64_t)pid);
+        }
+    }
+    if (status)
+        found(s, CHILD, "a child ended with the status", (uint64_t)status);
 }
 
 static void *work(void *arg)
@@ -185,15 +242,43 @@ static void *work(void *arg)
             drop(w, *place);
             *place = 0;
         }
-        if ((r >> 32) % 4096 == 0)
+        if (s->trims && (r >> 32) % (unsigned)s->trims == 0)
             s->api->trim(s->pools[(r >> 56) % (unsigned)s->n_pools], (r >> 20) & 1 ? 0 : 1 << 20);
         if ((r >> 32) % 1024 == 1)
             look(s, s->pools[(r >> 56) % (unsigned)s->n_pools]);
+        if (s->forks && (r >> 32) % 8192 == 2)
+            fork_child(s);
+        __atomic_store_n(&w->done, i + 1, __ATOMIC_RELAXED);
     }
     for (i = 0; i < KEEP; i++)
         if (kept[i])
             drop(w, kept[i]);
+    __atomic_store_n(&w->ended, 1, __ATOMIC_RELEASE);
     return NULL;
+}
+
+/* Waits until all have ended; no clock is asked, so that time in which the whole process is stopped does not count. */
+static int all_end(worker *w, int threads)
+{
+    uint64_t last[THREADS] = {0}, done;
+    int still[THREADS] = {0}, i, patience;
+    for (i = 0; i < threads;) {
+        usleep(1000);
+        while (i < threads && __atomic_load_n(&w[i].ended, __ATOMIC_ACQUIRE))
+            i++;
+        if (i == threads)
+            break;
+        done = __atomic_load_n(&w[i].done, __ATOMIC_RELAXED);
+        still[i] = done == last[i] ? still[i] + 1 : 0;
+        last[i] = done;
+        /* What is broken may well hang, too; who waits for a child has the child's patience. */
+        patience = __atomic_load_n(&w[i].s->found, __ATOMIC_RELAXED) ? 1 : 2 * PATIENCE;
+        if (still[i] >= patience * 1000) {
+            found(w[i].s, HUNG, "a thread hangs, after so many operations", done);
+            return 0;
+        }
+    }
+    return 1;
 }
 
 static int64_t now_ms(void)
@@ -209,7 +294,7 @@ void stress_closed(int yes) { __atomic_store_n(&closed, (uint32_t)yes, __ATOMIC_
 /* Runs rounds of `threads` threads, new ones in every round, so that thread caches change hands, until `ms`
  * milliseconds are over; at least one round. */
 int stress_run(const zc_api *api, const zc_pool *pools, int n_pools, int threads, int ms, uint64_t ops,
-               uint64_t largest, int fast, uint64_t seed, uint64_t *rounds)
+               uint64_t largest, int fast, int trims, int forks, uint64_t seed, uint64_t *rounds)
 {
     shared *s = (shared *)calloc(1, sizeof *s);
     worker *w = (worker *)calloc((size_t)threads + 1, sizeof *w);
@@ -219,27 +304,36 @@ int stress_run(const zc_api *api, const zc_pool *pools, int n_pools, int threads
     int i, j, result;
     if (n_pools > POOLS)
         n_pools = POOLS;
+    if (threads > THREADS)
+        threads = THREADS;
     s->api = api;
     s->pools = pools;
     s->n_pools = n_pools;
     s->ops = ops;
     s->largest = largest;
     s->fast = fast;
+    s->trims = trims;
+    s->forks = forks;
     s->owned = (unsigned char *)calloc(OWNED, 1);
     *rounds = 0;
     do {
         for (i = 0; i < threads; i++) {
             w[i].s = s;
+            w[i].done = w[i].ended = 0;
             w[i].random = seed * 2654435761u + (*rounds * (uint64_t)threads + (uint64_t)i + 1) * 0x9e3779b97f4a7c15ull;
             if (pthread_create(&t[i], NULL, work, &w[i]) != 0) {
                 found(s, NO_THREAD, "no thread", (uint64_t)i);
                 threads = i;
             }
         }
+        if (!all_end(w, threads))
+            return (int)s->found; /* nothing is freed: a thread may still come to life */
         for (i = 0; i < threads; i++)
             pthread_join(t[i], NULL);
         ++*rounds;
     } while (now_ms() < end && !s->found);
+    if (s->found)
+        return (int)s->found; /* who goes on with broken lists may hang */
     w[threads].s = s; /* this thread, without caches of its own: those of the others have ended with them */
     w[threads].random = seed | 1;
     for (i = 0; i < MAIL; i++)

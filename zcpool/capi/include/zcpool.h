@@ -29,7 +29,7 @@ extern "C" {
 
 #define ZC_ABI 1
 #define ZC_CAPSULE "zcpool._pool.c_api"
-#define ZC_SMALL_CLASSES 95
+#define ZC_CACHED_CLASSES 96 /* those of at most 1 MiB */
 
 /* States of a block, as its word has them. */
 enum { ZC_CACHED = 1, ZC_IN_USE = 2, ZC_RETIRED = 3, ZC_HELD = 4 };
@@ -48,20 +48,24 @@ typedef struct zc_block {
     uint64_t word;          /* generation, state and references; atomic */
     void *data;             /* for the CPU; an offset where the CPU does not see the memory */
     struct zc_block *next;
-    uint32_t index;
     uint16_t cls;
     uint8_t kind;
     uint8_t bucket;         /* 0 small, 1 medium, 2 large, 3 huge */
+    uint16_t slot;          /* of a thread cache, where the block is kept: bytes from its beginning */
+    uint16_t unused;
     uint64_t capacity;      /* bytes granted */
-    uint64_t nbytes;        /* bytes asked for */
+    uint64_t nbytes;        /* bytes asked for; atomic */
     struct zc_region *region;
     struct zc_core *core;
 } zc_block;
 
+/* The place of a descriptor among all there can be: they lie in one array at a multiple of its size, 1 GiB. */
+static inline uint32_t zc_index(const zc_block *b) { return (uint32_t)((uintptr_t)b >> 6) & 0xffffff; }
+
 static inline zc_token_t zc_token(const zc_block *b)
 {
     /* Only the holder's own references and state change meanwhile, never the generation. */
-    return (__atomic_load_n(&b->word, __ATOMIC_RELAXED) & ~(uint64_t)0xffffff) | b->index;
+    return (__atomic_load_n(&b->word, __ATOMIC_RELAXED) & ~(uint64_t)0xffffff) | zc_index(b);
 }
 
 /* Where a block lies, for importers of fds and for runtimes. */
@@ -135,104 +139,177 @@ static inline const zc_api *zc_import(void)
  *   const zc_block *b = zc_acquire_fast(api, c, pool, nbytes);
  *   zc_release_fast(api, c, b);
  *
- * For blocks of less than 1 MiB that this thread's cache holds; everything else goes through the table.
+ * For blocks of up to 1 MiB that this thread's cache holds; everything else goes through the table.
+ *
+ * A cache is its owner's, a thread's, which must not pay a locked instruction to enter it: they cost more than all
+ * the rest of a hit. So the owner says `busy` and then looks whether it is kept out; a visitor keeps it out and then
+ * looks whether it is busy. Either must do the first before the second, and only the visitor, which is rare, pays for
+ * that: between the two it makes every thread of the process pass a full barrier (membarrier). What the owner wrote
+ * inside is released with `busy = 0`, and what a visitor wrote with the bits of `closed` it takes back. Where there is
+ * no membarrier, ZC_FENCED makes the owner pay after all.
  */
 
 typedef struct zc_slot {
-    zc_block *head;
-    uint16_t count;
-    uint16_t limit;         /* blocks */
-    uint16_t batch;         /* how many blocks the next refill takes */
-    uint16_t unused;
+    zc_block *hot;          /* the block that came last, if there is one: most often it is the next to go; or ZC_SHUT */
+    zc_block *head;         /* the others, last in first out */
+    uint64_t taken;         /* acquires; atomic, written by the owner alone */
+    uint16_t count;         /* blocks, of the others */
+    uint16_t limit;         /* of the others; 0 when the slot is shut */
+    uint16_t most;          /* what limit may become */
+    uint16_t batch;         /* how many the next refill takes */
 } zc_slot;
 
-/* What both ways look at inside the trylock: the pool's state, and which pool it is. */
-typedef struct zc_gate {
-    uint32_t flags;
-    uint32_t serial;
-} zc_gate;
+#define ZC_SHUT ((zc_block *)1)
 
-#define ZC_GATE_ACQUIRE 3u  /* bits of flags that close the fast way out, */
-#define ZC_GATE_RELEASE 15u /* and those that close the one back */
+#define ZC_KEPT_OUT 1u      /* bits of zc_cache.closed: a visitor is inside or about to be */
+#define ZC_FENCED 2u        /* whoever enters needs a fence */
+#define ZC_NO_ACQUIRE 4u    /* the pool has these go the other way */
+#define ZC_NO_RELEASE 8u
 
 struct zc_cache {
-    uint32_t lock;          /* a trylock; guards everything below */
-    uint32_t unused;
-    const zc_gate *gate;
+    uint32_t busy;          /* atomic; the owner is inside */
+    uint32_t closed;        /* atomic; changed under the pool's lock */
     struct zc_core *core;
+    /* Guarded by `busy`, and the pool's lock. */
+    zc_pool pool;           /* whose blocks these are */
     void *owner;
     struct zc_cache *next;
-    uint64_t granule;       /* bytes; sizes are rounded to it before they are classified */
-    uint64_t bytes;
-    uint64_t bytes_limit;
-    uint64_t acquires[4];   /* by bucket; written by the owner alone */
+    uint64_t granted;       /* bytes that all blocks would have if every slot were full */
+    uint32_t denied;
+    uint32_t unused;
+    uint64_t acquires[4];   /* by bucket, of blocks that are not kept here; atomic, written by the owner alone */
     uint64_t lent[4];       /* by bucket; likewise */
-    zc_slot slots[ZC_SMALL_CLASSES];
+    uint64_t lent_all;
+    uint32_t keeps_big;     /* the pool is this thread's alone so far: larger blocks are kept, too */
+    zc_block *big[8];
+    zc_slot slots[ZC_CACHED_CLASSES + 1]; /* by class; the last one is for blocks that are not kept, and stays shut */
+    /* Which slot is for what size, in bytes from the beginning of the cache: classes by subtraction and shift take
+     * longer than a look. */
+    uint16_t small[128];    /* by 64 bytes, up to 8 KiB */
+    uint16_t large[1024];   /* by 1 KiB, up to 1 MiB */
 };
 
-static inline int zc_cache_enter(zc_cache *c)
+/* Compilers think these too long, and then a call costs more than what is in them. */
+#define ZC_FAST static inline __attribute__((always_inline))
+
+/* 0: kept out by one of the bits `against`. */
+ZC_FAST int zc_cache_enter(zc_cache *c, uint32_t against)
 {
-    return __atomic_exchange_n(&c->lock, 1u, __ATOMIC_ACQUIRE) == 0;
+    uint32_t closed;
+    __atomic_store_n(&c->busy, 1u, __ATOMIC_RELAXED);
+    __atomic_signal_fence(__ATOMIC_SEQ_CST); /* the compiler keeps the order; the processor is made to by visitors */
+    closed = __atomic_load_n(&c->closed, __ATOMIC_ACQUIRE);
+    if (__builtin_expect((closed & (against | ZC_FENCED)) != 0, 0)) {
+        if (closed & ZC_FENCED) {
+            (void)__atomic_exchange_n(&c->busy, 1u, __ATOMIC_SEQ_CST); /* not a fence: ThreadSanitizer knows none */
+            closed = __atomic_load_n(&c->closed, __ATOMIC_SEQ_CST);
+        }
+        if (closed & against) {
+            __atomic_store_n(&c->busy, 0u, __ATOMIC_RELEASE);
+            return 0;
+        }
+    }
+    return 1;
 }
 
-static inline void zc_cache_leave(zc_cache *c) { __atomic_store_n(&c->lock, 0u, __ATOMIC_RELEASE); }
+ZC_FAST void zc_cache_leave(zc_cache *c) { __atomic_store_n(&c->busy, 0u, __ATOMIC_RELEASE); }
 
-/* Eight classes to a doubling from 512 bytes up, steps of 64 below. */
-static inline unsigned zc_class(uint64_t nbytes)
+/* Adds to a word that nobody else writes, while statistics and holders of stale tokens look on. Written as an atomic
+ * load and store it is three instructions instead of one, which is too many here; 64 bits are not torn either way. */
+ZC_FAST void zc_bump(uint64_t *p, uint64_t v)
 {
-    uint64_t last = nbytes - 1;
-    unsigned top;
-    if (last < 512)
-        return (unsigned)(last >> 6);
-    top = 63u - (unsigned)__builtin_clzll(last);
-    return 8 * (top - 8) + (unsigned)((last >> (top - 3)) & 7);
+#if defined(__SANITIZE_THREAD__) || !defined(__x86_64__)
+    __atomic_store_n(p, __atomic_load_n(p, __ATOMIC_RELAXED) + v, __ATOMIC_RELAXED);
+#else
+    *p += v;
+#endif
 }
 
-/* Acquire with the thread's own cache: a few nanoseconds when it holds a block of the class. */
-static inline const zc_block *zc_acquire_fast(const zc_api *api, zc_cache *c, zc_pool pool, size_t nbytes)
+ZC_FAST zc_block *zc_cache_hand_out(zc_cache *c, zc_slot *s, zc_block *b, size_t nbytes, unsigned state)
 {
-    if (c && nbytes - 1 < ((size_t)1 << 20) && zc_cache_enter(c)) {
-        unsigned cls = zc_class((nbytes + c->granule - 1) & ~(c->granule - 1));
-        zc_slot *s = &c->slots[cls < ZC_SMALL_CLASSES ? cls : 0];
-        zc_block *b = s->head;
-        if (b && cls < ZC_SMALL_CLASSES
-            && !(__atomic_load_n(&c->gate->flags, __ATOMIC_RELAXED) & ZC_GATE_ACQUIRE)
-            && __atomic_load_n(&c->gate->serial, __ATOMIC_RELAXED) == pool >> 12) {
+    zc_bump(&s->taken, 1);
+    zc_cache_leave(c);
+    zc_bump(&b->word, (uint64_t)(state - ZC_CACHED) << 20);
+    __atomic_store_n(&b->nbytes, (uint64_t)nbytes, __ATOMIC_RELAXED);
+    return b;
+}
+
+/* Where blocks of last + 1 bytes, at most 1 MiB, are kept. For who is inside. */
+ZC_FAST zc_slot *zc_cache_slot(zc_cache *c, size_t last)
+{
+    uint16_t slot = __builtin_expect(last < 8192, 1) ? c->small[last >> 6] : c->large[last >> 10];
+    return (zc_slot *)(void *)((char *)c + slot);
+}
+
+/* NULL: nothing is here, or the other way is to be taken. 0 bytes are nowhere. */
+ZC_FAST zc_block *zc_cache_take(zc_cache *c, zc_pool pool, size_t nbytes, unsigned state)
+{
+    zc_slot *s;
+    zc_block *b;
+    if (nbytes - 1 >= (size_t)1 << 20 || !zc_cache_enter(c, ZC_KEPT_OUT | ZC_NO_ACQUIRE))
+        return (zc_block *)0;
+    s = zc_cache_slot(c, nbytes - 1);
+    if (__builtin_expect(c->pool == pool, 1)) {
+        b = s->hot;
+        if (__builtin_expect(b > ZC_SHUT, 1)) {
+            s->hot = (zc_block *)0;
+            return zc_cache_hand_out(c, s, b, nbytes, state);
+        }
+        b = s->head;
+        if (b) {
+            /* Relaxed: whoever has a stale view of a list may look at the link. */
             s->head = (zc_block *)__atomic_load_n((uintptr_t *)&b->next, __ATOMIC_RELAXED);
             s->count--;
-            c->bytes -= b->capacity;
-            __atomic_store_n(&c->acquires[0], c->acquires[0] + 1, __ATOMIC_RELAXED);
-            zc_cache_leave(c);
-            __atomic_store_n(&b->word, (b->word & ~(uint64_t)0xffffff) | ((uint64_t)ZC_HELD << 20), __ATOMIC_RELAXED);
-            __atomic_store_n(&b->nbytes, (uint64_t)nbytes, __ATOMIC_RELAXED);
-            return b;
+            return zc_cache_hand_out(c, s, b, nbytes, state);
         }
-        zc_cache_leave(c);
     }
-    return api->acquire(pool, nbytes);
+    zc_cache_leave(c);
+    return (zc_block *)0;
 }
 
-/* Release with the thread's own cache. The caller holds b: a stale block is caught only by the table's release. */
-static inline int zc_release_fast(const zc_api *api, zc_cache *c, const zc_block *held)
+/* What a word in `state` and without references becomes when its block goes home. */
+ZC_FAST uint64_t zc_renew(uint64_t word, unsigned state)
 {
-    zc_block *b = (zc_block *)(uintptr_t)held;
-    uint64_t word = __atomic_load_n(&b->word, __ATOMIC_RELAXED);
-    if (c && c->core == b->core && b->cls < ZC_SMALL_CLASSES && !b->kind
-        && (word & 0xffffff) == ((uint64_t)ZC_HELD << 20) && zc_cache_enter(c)) {
-        zc_slot *s = &c->slots[b->cls];
-        if (!(__atomic_load_n(&c->gate->flags, __ATOMIC_RELAXED) & ZC_GATE_RELEASE) && s->count < s->limit
-            && c->bytes + b->capacity <= c->bytes_limit) {
-            __atomic_store_n(&b->word, (word & ~(uint64_t)0xffffff) + (1u << 24) + ((uint64_t)ZC_CACHED << 20),
-                             __ATOMIC_RELAXED);
-            __atomic_store_n((uintptr_t *)&b->next, (uintptr_t)s->head, __ATOMIC_RELAXED);
-            s->head = b;
-            s->count++;
-            c->bytes += b->capacity;
+    return word + (1u << 24) - ((uint64_t)(state - ZC_CACHED) << 20);
+}
+
+/* Takes back a block of the cache's pool, held without references, whose word becomes `renewed`: CACHED, in the next
+ * generation, so that tokens die. 0: nothing has happened. */
+ZC_FAST int zc_cache_give(zc_cache *c, zc_block *b, uint64_t renewed)
+{
+    zc_slot *s = (zc_slot *)(void *)((char *)c + b->slot);
+    if (!zc_cache_enter(c, ZC_KEPT_OUT | ZC_NO_RELEASE))
+        return 0;
+    if (__builtin_expect(s->hot != (zc_block *)0, 0)) {
+        if (s->count >= s->limit) {
             zc_cache_leave(c);
             return 0;
         }
-        zc_cache_leave(c);
+        __atomic_store_n((uintptr_t *)&s->hot->next, (uintptr_t)s->head, __ATOMIC_RELAXED);
+        s->head = s->hot;
+        s->count++;
     }
+    __atomic_store_n(&b->word, renewed, __ATOMIC_RELAXED);
+    s->hot = b;
+    zc_cache_leave(c);
+    return 1;
+}
+
+/* Acquire with the thread's own cache: a few nanoseconds when it holds a block of the class. */
+ZC_FAST const zc_block *zc_acquire_fast(const zc_api *api, zc_cache *c, zc_pool pool, size_t nbytes)
+{
+    zc_block *b = c ? zc_cache_take(c, pool, nbytes, ZC_HELD) : (zc_block *)0;
+    return __builtin_expect(b != (zc_block *)0, 1) ? b : api->acquire(pool, nbytes);
+}
+
+/* Release with the thread's own cache. The caller holds b: a stale block is caught only by the table's release. */
+ZC_FAST int zc_release_fast(const zc_api *api, zc_cache *c, const zc_block *held)
+{
+    zc_block *b = (zc_block *)(uintptr_t)held;
+    uint64_t word = __atomic_load_n(&b->word, __ATOMIC_RELAXED);
+    if (__builtin_expect(c && c->core == b->core
+                         && (word & 0xffffff) == (uint64_t)ZC_HELD << 20 && zc_cache_give(c, b, zc_renew(word, ZC_HELD)), 1))
+        return 0;
     return api->release(zc_token(b));
 }
 
