@@ -96,8 +96,7 @@ cdef extern from "zcpool.h" nogil:
         uint32_t keeps_big
         Block* big[8]
         CacheSlot slots[97]
-        uint16_t small[128]
-        uint16_t large[1024]
+        uint16_t places[1152]
 
 
 cdef struct Cold:

@@ -20,6 +20,7 @@ from zcpool._sizes cimport CACHED_CLASSES, class_bytes
 
 cdef extern from "zcpool.h" nogil:
     enum:
+        NEAR_PLACES "ZC_NEAR_PLACES"
         KEPT_OUT "ZC_KEPT_OUT"
         FENCED "ZC_FENCED"
         NO_ACQUIRE "ZC_NO_ACQUIRE"

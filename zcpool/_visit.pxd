@@ -8,13 +8,13 @@ from libc.string cimport memset
 from zcpool._atomics cimport load32, load32_seq, load64, loadptr, loadptr_acquire, or32, spin, store32, \
     store32_release, storeptr, storeptr_release
 from zcpool._block cimport CLOSED, SLOW_ACQUIRE, SLOW_RELEASE, WAITERS, ZERO, Block, ThreadCache
-from zcpool._cache cimport BIG_SLOTS, FENCED, KEPT_OUT, NO_ACQUIRE, NO_RELEASE, cache_begin, cache_count, cache_enter, \
-    cache_get, cache_leave, cache_narrow, cache_slot, cache_spill
+from zcpool._cache cimport BIG_SLOTS, FENCED, KEPT_OUT, NEAR_PLACES, NO_ACQUIRE, NO_RELEASE, cache_begin, \
+    cache_count, cache_enter, cache_get, cache_leave, cache_narrow, cache_slot, cache_spill
 from zcpool._core cimport Core, home_of, list_of, request_class, take_shared, thread_cache_of, unlend
 from zcpool._freelist cimport FreeList, push_chain
 from zcpool._process cimport PLANT_LOST_STEAL, fence_all_threads, process, slots_wake, thread_adopt, thread_cache, \
     thread_id
-from zcpool._sizes cimport CACHED_CLASSES, bucket_of
+from zcpool._sizes cimport CACHED_BYTES, CACHED_CLASSES, bucket_of
 
 cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void** memory, size_t alignment, size_t nbytes) noexcept
@@ -180,10 +180,10 @@ cdef inline void cache_name(Core* core, ThreadCache* c) noexcept nogil:
     """Tell a cache which pool it serves: the control block may have had another one."""
     cdef uint64_t i
     c.pool = core.head.number
-    for i in range(128):
-        c.small[i] = cache_slot(min(request_class(core, (i + 1) << 6), <int>CACHED_CLASSES))
-    for i in range(1024):
-        c.large[i] = cache_slot(min(request_class(core, (i + 1) << 10), <int>CACHED_CLASSES))
+    for i in range(<uint64_t>NEAR_PLACES):
+        c.places[i] = cache_slot(min(request_class(core, (i + 1) << 6), <int>CACHED_CLASSES))
+    for i in range(<uint64_t>CACHED_BYTES >> 10):
+        c.places[NEAR_PLACES + i] = cache_slot(min(request_class(core, (i + 1) << 10), <int>CACHED_CLASSES))
 
 cdef inline void cache_abandon(void* cache) noexcept nogil:
     """A thread ends: its blocks go to the shared lists, its cache to the next thread that comes."""
