@@ -64,6 +64,9 @@ static inline void zc_pause(void)
 #endif
 }
 
+/* Fetches a cache line that will be written. Never faults. */
+static inline void zc_prefetch(void *p) { __builtin_prefetch(p, 1, 3); }
+
 /* ---- a one-word trylock --------------------------------------------------------------------------- */
 
 static inline int zc_trylock(uint32_t *lock)

@@ -41,6 +41,7 @@ cdef extern from "_atomics.h" nogil:
     bint trylock "zc_trylock"(uint32_t* lock) noexcept
     void tryunlock "zc_tryunlock"(uint32_t* lock) noexcept
     void spinlock "zc_spinlock"(uint32_t* lock) noexcept
+    void prefetch "zc_prefetch"(void* p) noexcept
     void spin "zc_spin"(int* spins) noexcept
 
     bint mutex_trylock "zc_mutex_trylock"(uint32_t* m) noexcept

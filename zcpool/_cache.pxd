@@ -15,7 +15,7 @@
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 
 from zcpool._block cimport Block, CacheSlot, ThreadCache
-from zcpool._freelist cimport FreeList, next_of, pop_chain, push_chain, set_next
+from zcpool._freelist cimport FreeList, ahead_note, next_of, pop_chain, push_chain, set_next
 from zcpool._sizes cimport CACHED_CLASSES, class_bytes
 
 cdef extern from "zcpool.h" nogil:
@@ -25,6 +25,7 @@ cdef extern from "zcpool.h" nogil:
         FENCED "ZC_FENCED"
         NO_ACQUIRE "ZC_NO_ACQUIRE"
         NO_RELEASE "ZC_NO_RELEASE"
+        SLOTS_AT "offsetof(struct zc_cache, slots)"
     Block* SHUT "ZC_SHUT"
     bint cache_enter "zc_cache_enter"(ThreadCache* c, uint32_t against) noexcept
     void cache_leave "zc_cache_leave"(ThreadCache* c) noexcept
@@ -34,7 +35,7 @@ cdef extern from "zcpool.h" nogil:
 
 cdef enum:
     CACHE_SLOTS = 31                # blocks of a class at most; batches of half of it
-    CACHE_CLASS_BYTES = 1 << 20     # bytes of a class at most, or two blocks
+    CACHE_CLASS_BYTES = 2 << 20     # bytes of a class at most
     CACHE_BYTES = 4 << 20           # bytes of a cache at most
     BIG_SLOTS = 8                   # larger blocks that the only thread of a pool keeps, by class
     DENIALS = 64                    # wishes for room denied before what is idle is taken back
@@ -57,8 +58,7 @@ cdef inline bint block_kept(const Block* b) noexcept nogil:
 
 cdef inline uint16_t cache_slot(int cls) noexcept nogil:
     """Return where the slot of a class lies, in bytes; CACHED_CLASSES is the one that is always shut."""
-    cdef ThreadCache* c = NULL
-    return <uint16_t><size_t>&c.slots[cls]
+    return <uint16_t>(SLOTS_AT + cls * <int>sizeof(CacheSlot))
 
 cdef inline uint16_t block_slot(const Block* b) noexcept nogil:
     """Return where a block is kept."""
@@ -172,8 +172,10 @@ cdef inline uint64_t cache_spill(ThreadCache* c, int cls, int count, FreeList* s
     cdef CacheSlot* s = &c.slots[cls]
     cdef int keep = cache_count(c, cls) - count
     cdef Block* kept = NULL
+    cdef Block* row[4]
     cdef Block* first
-    cdef Block* last
+    cdef Block* last = NULL
+    cdef Block* b
     cdef uint64_t moved
     if slot_is_hot(s):
         if keep > 0:
@@ -183,16 +185,22 @@ cdef inline uint64_t cache_spill(ThreadCache* c, int cls, int count, FreeList* s
     first = s.head
     if first == NULL or count <= 0:
         return 0
-    count = 1
+    count = 0
     s.count = <uint16_t>max(keep, 0)
     while keep > 0:
         keep -= 1
         kept = first
         first = next_of(first)
-    last = first
-    while next_of(last) != NULL:
-        last = next_of(last)
+    b = first
+    while b != NULL:
+        last = b
+        if count >= 2:
+            ahead_note(row[(count - 2) & 3], b, NULL)
+        if count >= 4:
+            ahead_note(row[count & 3], row[(count - 2) & 3], b)
+        row[count & 3] = b
         count += 1
+        b = next_of(b)
     if kept != NULL:
         set_next(kept, NULL)
     else:

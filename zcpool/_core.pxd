@@ -203,7 +203,7 @@ cdef inline Block* core_take(Core* core, uint64_t nbytes, int state) noexcept no
     if unlikely(c == NULL):
         return NULL             # the first acquire of a thread: the miss makes its cache
     b = cache_take(c, core.head.number, nbytes, state)
-    if unlikely(b == NULL) and nbytes > CACHED_BYTES and c.keeps_big:
+    if unlikely(b == NULL) and nbytes > CACHED_BYTES and load32(&c.keeps_big):
         b = take_big(core, c, nbytes, state)
     return b if likely(b != NULL) else core.take_shared(core, c, nbytes, state)
 
@@ -279,7 +279,7 @@ cdef inline void core_put(CoreHead* head, Block* b) noexcept nogil:
         block_wipe(b, load32(&core.head.flags), &core.faults)
     block_renew(b)
     c = thread_cache_of(core)
-    if likely(c != NULL and b.kind == 0) and (b.cls < CACHED_CLASSES or c.keeps_big) and cache_enter(c, KEPT_OUT):
+    if c != NULL and b.kind == 0 and (b.cls < CACHED_CLASSES or load32(&c.keeps_big)) and cache_enter(c, KEPT_OUT):
         if not load32(&core.head.flags) & SLOW_RELEASE:
             b = put_cached(core, c, b)
         cache_leave(c)
@@ -289,7 +289,7 @@ cdef inline void core_put(CoreHead* head, Block* b) noexcept nogil:
 cdef inline Block* put_cached(Core* core, ThreadCache* c, Block* b) noexcept nogil:
     """Keep a block in the caller's cache, which it is inside of; return one that must go to the shared list."""
     if b.cls >= CACHED_CLASSES:
-        if not c.keeps_big:
+        if not load32(&c.keeps_big):
             return b
         unlend(core, b.bucket, b.capacity)
         b = big_put(c, b)
@@ -329,8 +329,8 @@ cdef inline bint give_big(Core* core, Block* b) noexcept nogil:
     """Keep a block of more than 1 MiB if the caller is the pool's only thread, and has a place that is empty."""
     cdef ThreadCache* c = thread_cache_of(core)
     cdef bint kept = False
-    if c != NULL and c.keeps_big and b.kind == 0 and cache_enter(c, KEPT_OUT | NO_RELEASE):
-        kept = big_at(c, b.cls)[0] == NULL
+    if c != NULL and load32(&c.keeps_big) and b.kind == 0 and cache_enter(c, KEPT_OUT | NO_RELEASE):
+        kept = load32(&c.keeps_big) and big_at(c, b.cls)[0] == NULL      # another thread may just have come
         if kept:
             block_renew(b)
             big_put(c, b)

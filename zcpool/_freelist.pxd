@@ -13,7 +13,8 @@
 # between are read-modify-writes of the same word, so they carry the release on.
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from zcpool._atomics cimport cas64, load64, load64_acquire, loadptr, mutex_lock, mutex_unlock, storeptr
+from zcpool._atomics cimport cas64, load64, load64_acquire, loadptr, mutex_lock, mutex_unlock, prefetch, store64, \
+    storeptr
 from zcpool._block cimport Block, Cold
 from zcpool._process cimport CHUNK, INDEX_BITS, TAG_BITS, cold_half, descriptor, grow_descriptors, process, window
 
@@ -76,6 +77,19 @@ cdef inline Block* pop(uint64_t* head) noexcept nogil:
         if cas64(head, &seen, head_after_pop(seen, rest)):
             return b
 
+# A chain that another core has pushed is a row of cache misses, each of which tells where the next one is. So whoever
+# pushes a long chain notes in each block, where its `requested` would be, which ones follow two and four places
+# later; and who pops it fetches those while it waits for the next. These are hints: what else is found there names some
+# descriptor or none, and a fetch of it does no harm.
+
+cdef inline void ahead_note(Block* b, Block* two, Block* four) noexcept nogil:
+    store64(&b.requested, block_index(two) | <uint64_t>block_index(four) << INDEX_BITS)
+
+cdef inline void ahead_fetch(Block* b) noexcept nogil:
+    cdef uint64_t hints = load64(&b.requested)
+    prefetch(descriptor(<uint32_t>(hints & INDEX_MASK)))
+    prefetch(descriptor(<uint32_t>((hints >> INDEX_BITS) & INDEX_MASK)))
+
 cdef inline Block* pop_chain(uint64_t* head, int most, int* count, bint* more) noexcept nogil:
     """Pop up to `most` blocks as a chain in one swap; `more`: the list did not end with them."""
     cdef uint64_t seen = load64_acquire(head)
@@ -92,6 +106,7 @@ cdef inline Block* pop_chain(uint64_t* head, int most, int* count, bint* more) n
         count[0] = 1
         rest = next_of(last)
         while rest != NULL and count[0] < most:
+            ahead_fetch(last)
             last = rest
             rest = next_of(last)
             count[0] += 1

@@ -98,7 +98,7 @@ cdef inline void big_flush(Core* core, ThreadCache* c) noexcept nogil:
 cdef inline void big_show(Core* core) noexcept nogil:
     """Let a miss see the larger blocks that the calling thread keeps."""
     cdef ThreadCache* c = thread_cache_of(core)
-    if c != NULL and c.keeps_big and cache_enter(c, KEPT_OUT):
+    if c != NULL and load32(&c.keeps_big) and cache_enter(c, KEPT_OUT):
         big_flush(core, c)
         cache_leave(c)
 
@@ -113,7 +113,7 @@ cdef inline void big_share(Core* core) noexcept nogil:
     c = core.caches
     while c != NULL:
         big_flush(core, c)
-        c.keeps_big = owners == 1
+        store32(&c.keeps_big, owners == 1)     # looked at from outside, too
         c = c.next
     caches_unlock(core)
 
