@@ -84,8 +84,9 @@ cdef extern from "zcpool.h" nogil:
     struct ThreadCache "zc_cache":
         uint32_t busy
         uint32_t closed
-        CoreHead* core
         uint64_t pool
+        CoreHead* open
+        CoreHead* core
         void* owner             # atomic; the thread, NULL when it has ended: then a new thread may take the cache over
         ThreadCache* next       # core.caches
         uint64_t granted

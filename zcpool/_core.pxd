@@ -14,7 +14,7 @@ from zcpool._block cimport CLOSED, DEBUG, FOREIGN, GEN_SHIFT, HELD, IN_USE, SLOW
 from zcpool._backend cimport BackendOps
 from zcpool._debug cimport FaultLog, block_wipe
 from zcpool._fence cimport FenceNode, FenceQueue, queue_push
-from zcpool._cache cimport KEPT_OUT, NO_ACQUIRE, NO_RELEASE, big_at, big_put, big_take, cache_count, cache_enter, \
+from zcpool._cache cimport big_at, big_put, big_take, cache_count, cache_enter, \
     cache_get, cache_give, cache_leave, cache_put, cache_refill, cache_spill, cache_take, half, word_renew
 from zcpool._freelist cimport FreeList, pop, push_chain
 from zcpool._process cimport PLANT_DOUBLE_PUSH, last_cache, set_last_cache, slots_wake, thread_cache
@@ -210,8 +210,9 @@ cdef inline Block* core_take(Core* core, uint64_t nbytes, int state) noexcept no
 cdef inline Block* take_big(Core* core, ThreadCache* c, uint64_t nbytes, int state) noexcept nogil:
     """Serve more than 1 MiB from what the pool's only thread keeps."""
     cdef Block* b = NULL
-    if likely(cache_enter(c, KEPT_OUT | NO_ACQUIRE)):
-        b = big_take(c, request_class(core, nbytes))
+    if likely(cache_enter(c)):
+        if likely(not load32(&core.head.flags) & SLOW_ACQUIRE):
+            b = big_take(c, request_class(core, nbytes))
         cache_leave(c)
     if unlikely(b == NULL):
         return NULL
@@ -229,7 +230,7 @@ cdef inline Block* core_take_shared(Core* core, ThreadCache* c, uint64_t nbytes,
         b = take_by(core, c, list_of(core, 0, cls))
         if likely(b != NULL):
             bump64(&c.acquires[b.bucket], 1)
-    elif cache_enter(c, KEPT_OUT | NO_ACQUIRE):
+    elif cache_enter(c):
         b = take_refilled(core, c, cls)
         cache_leave(c)
     return hand_out(b, nbytes, state) if likely(b != NULL) else NULL
@@ -279,7 +280,7 @@ cdef inline void core_put(CoreHead* head, Block* b) noexcept nogil:
         block_wipe(b, load32(&core.head.flags), &core.faults)
     block_renew(b)
     c = thread_cache_of(core)
-    if c != NULL and b.kind == 0 and (b.cls < CACHED_CLASSES or load32(&c.keeps_big)) and cache_enter(c, KEPT_OUT):
+    if c != NULL and b.kind == 0 and (b.cls < CACHED_CLASSES or load32(&c.keeps_big)) and cache_enter(c):
         if not load32(&core.head.flags) & SLOW_RELEASE:
             b = put_cached(core, c, b)
         cache_leave(c)
@@ -329,8 +330,9 @@ cdef inline bint give_big(Core* core, Block* b) noexcept nogil:
     """Keep a block of more than 1 MiB if the caller is the pool's only thread, and has a place that is empty."""
     cdef ThreadCache* c = thread_cache_of(core)
     cdef bint kept = False
-    if c != NULL and load32(&c.keeps_big) and b.kind == 0 and cache_enter(c, KEPT_OUT | NO_RELEASE):
-        kept = load32(&c.keeps_big) and big_at(c, b.cls)[0] == NULL      # another thread may just have come
+    if c != NULL and load32(&c.keeps_big) and b.kind == 0 and cache_enter(c):
+        # Looked at again: another thread may just have come.
+        kept = c.open == b.core and load32(&c.keeps_big) and big_at(c, b.cls)[0] == NULL
         if kept:
             block_renew(b)
             big_put(c, b)

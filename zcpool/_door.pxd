@@ -213,10 +213,8 @@ cdef inline int door_release(uint64_t token) noexcept nogil:
     cdef uint64_t index = token & INDEX_MASK
     cdef uint64_t held = (token - index) | (<uint64_t>HELD << STATE_SHIFT)
     cdef Block* b = <Block*>descriptor(<uint32_t>index)     # readable also where there is none yet
-    cdef ThreadCache* c = last_cache()
-    if likely(load64(&b.word) == held) and likely(c.core == b.core):
-        if likely(cache_give(c, b, word_renew(held, HELD))):
-            return 0
+    if likely(load64(&b.word) == held) and likely(cache_give(last_cache(), b, word_renew(held, HELD))):
+        return 0
     return process.release(token)
 
 cdef inline int door_release_any(uint64_t token) noexcept nogil:

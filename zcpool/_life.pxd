@@ -8,7 +8,7 @@ from zcpool._atomics cimport and32, load32, load32_acquire, load32_seq, load64_s
 from zcpool._backend cimport Backend
 from zcpool._block cimport CLOSED, FOREIGN, FROZEN, NEEDS_SYNC, ORPHAN, PYTHON_BACKEND, RETIRED, STATE_SHIFT, VISIBLE, \
     ThreadCache, WAITERS, Block, Region, word_owned, word_state
-from zcpool._cache cimport cache_narrow
+from zcpool._cache cimport NOBODY, cache_narrow
 from zcpool._core cimport KINDS, Core, core_put, core_release, core_take_shared, core_wait_for
 from zcpool._freelist cimport INDEX_MASK
 from zcpool._miss cimport fences_poll
@@ -17,7 +17,7 @@ from zcpool._process cimport CHUNK, POOL_BITS, POOLS, descriptor, next_serial, p
 from zcpool._reclaim cimport arenas_trim, core_drain, core_unlock, lists_trim, region_free, regions_free
 from zcpool._request cimport kind_ensure
 from zcpool._sizes cimport CACHED_CLASSES, CLASSES
-from zcpool._visit cimport cache_abandon, cache_name, caches_closed, caches_flush, caches_lock, caches_unlock
+from zcpool._visit cimport cache_abandon, cache_name, cache_open, caches_flush, caches_lock, caches_unlock
 
 cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void** memory, size_t alignment, size_t nbytes) noexcept
@@ -235,7 +235,9 @@ cdef inline void core_forked(Core* core) noexcept nogil:
                 core.lists[kind][cls].made = core.lists[kind][cls].floor = 0
     while c != NULL:
         c.busy = 0
-        c.closed = caches_closed(core)
+        c.pool = NOBODY
+        c.open = NULL
+        cache_open(core, c)
         if c.owner != thread_id():
             c.owner = NULL      # its thread does not exist here
         for cls in range(CACHED_CLASSES):

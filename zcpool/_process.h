@@ -97,7 +97,7 @@ static ZC_TLS zc_thread zc_self;
 
 /* The cache that the thread used last. Most often it is the next one, too; and then a hit need not follow the block to
  * its pool and the pool to the cache, which takes longer than all the rest. Never NULL: `zc_no_cache` lets nobody in. */
-static zc_cache zc_no_cache = {.closed = ZC_KEPT_OUT};
+static zc_cache zc_no_cache = {.closed = ZC_KEPT_OUT, .pool = ZC_NOBODY};
 static ZC_TLS zc_cache *zc_last_cache = &zc_no_cache;
 
 static inline zc_cache *zc_get_last_cache(void) { return zc_last_cache; }

@@ -6,9 +6,9 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
 from zcpool._atomics cimport load32, load32_seq, load64, loadptr, loadptr_acquire, or32, spin, store32, \
-    store32_release, storeptr, storeptr_release
+    store32_release, store64, store64_release, storeptr, storeptr_release
 from zcpool._block cimport CLOSED, SLOW_ACQUIRE, SLOW_RELEASE, WAITERS, ZERO, Block, ThreadCache
-from zcpool._cache cimport BIG_SLOTS, FENCED, KEPT_OUT, NEAR_PLACES, NO_ACQUIRE, NO_RELEASE, cache_begin, \
+from zcpool._cache cimport BIG_SLOTS, FENCED, KEPT_OUT, NEAR_PLACES, NOBODY, cache_begin, \
     cache_count, cache_enter, cache_get, cache_leave, cache_narrow, cache_slot, cache_spill
 from zcpool._core cimport Core, home_of, list_of, request_class, take_shared, thread_cache_of, unlend
 from zcpool._freelist cimport FreeList, push_chain
@@ -32,6 +32,8 @@ cdef inline void caches_lock(Core* core) noexcept nogil:
     cdef int spins = 0
     while c != NULL:
         or32(&c.closed, KEPT_OUT)       # sequentially consistent, for owners with a fence of their own
+        store64(&c.pool, NOBODY)
+        storeptr(<uintptr_t*>&c.open, 0)
         fence |= cache_is_others(c) and not load32(&c.closed) & FENCED
         c = c.next
     if fence:
@@ -50,17 +52,19 @@ cdef inline bint cache_is_others(ThreadCache* c) noexcept nogil:
 cdef inline void caches_unlock(Core* core) noexcept nogil:
     """Let owners in again, as far as the pool's state allows it."""
     cdef ThreadCache* c = core.caches
-    cdef uint32_t closed = caches_closed(core)
     while c != NULL:
-        store32_release(&c.closed, closed)
+        cache_open(core, c)
         c = c.next
 
-cdef inline uint32_t caches_closed(Core* core) noexcept nogil:
-    """Return what the pool's state makes of zc_cache.closed. Under core.lock, and again after each change of it."""
+cdef inline void cache_open(Core* core, ThreadCache* c) noexcept nogil:
+    """Let the owner in, as the pool's state is. Under core.lock, and again after each change of it."""
     cdef uint32_t flags = load32_seq(&core.head.flags)
-    return ((FENCED if load32(&process.fenced) else 0)
-            | (NO_ACQUIRE if flags & SLOW_ACQUIRE else 0)
-            | (NO_RELEASE if flags & (SLOW_RELEASE | ZERO) else 0))
+    cdef bint fenced = load32(&process.fenced) != 0
+    store32_release(&c.closed, FENCED if fenced else 0)
+    if not fenced and not flags & SLOW_ACQUIRE:
+        store64_release(&c.pool, core.head.number)
+    if not fenced and not flags & (SLOW_RELEASE | ZERO):
+        storeptr_release(<uintptr_t*>&c.open, <uintptr_t>core)
 
 cdef inline void caches_tell(Core* core) noexcept nogil:
     """Make the caches know the flags that have just changed. Under core.lock."""
@@ -98,7 +102,7 @@ cdef inline void big_flush(Core* core, ThreadCache* c) noexcept nogil:
 cdef inline void big_show(Core* core) noexcept nogil:
     """Let a miss see the larger blocks that the calling thread keeps."""
     cdef ThreadCache* c = thread_cache_of(core)
-    if c != NULL and load32(&c.keeps_big) and cache_enter(c, KEPT_OUT):
+    if c != NULL and load32(&c.keeps_big) and cache_enter(c):
         big_flush(core, c)
         cache_leave(c)
 
@@ -169,7 +173,7 @@ cdef inline void cache_ensure(Core* core) noexcept nogil:
         c.core = &core.head
         cache_begin(c)
         cache_name(core, c)
-        c.closed = caches_closed(core)
+        cache_open(core, c)
         c.next = core.caches
         core.caches = c
     if thread_adopt(core.head.id, c) == 0:
@@ -177,9 +181,8 @@ cdef inline void cache_ensure(Core* core) noexcept nogil:
         big_share(core)
 
 cdef inline void cache_name(Core* core, ThreadCache* c) noexcept nogil:
-    """Tell a cache which pool it serves: the control block may have had another one."""
+    """Tell a cache the sizes of the pool it serves: the control block may have had another one."""
     cdef uint64_t i
-    c.pool = core.head.number
     for i in range(<uint64_t>NEAR_PLACES):
         c.places[i] = cache_slot(min(request_class(core, (i + 1) << 6), <int>CACHED_CLASSES))
     for i in range(<uint64_t>CACHED_BYTES >> 10):
@@ -191,7 +194,7 @@ cdef inline void cache_abandon(void* cache) noexcept nogil:
     cdef Core* core = <Core*>c.core
     cdef uint32_t flags
     cdef int spins = 0
-    while not cache_enter(c, KEPT_OUT):
+    while not cache_enter(c):
         spin(&spins)
     cache_empty(core, c)
     cache_leave(c)

@@ -145,8 +145,8 @@ static inline const zc_api *zc_import(void)
  * the rest of a hit. So the owner says `busy` and then looks whether it is kept out; a visitor keeps it out and then
  * looks whether it is busy. Either must do the first before the second, and only the visitor, which is rare, pays for
  * that: between the two it makes every thread of the process pass a full barrier (membarrier). What the owner wrote
- * inside is released with `busy = 0`, and what a visitor wrote with the bits of `closed` it takes back. Where there is
- * no membarrier, ZC_FENCED makes the owner pay after all.
+ * inside is released with `busy = 0`, and what a visitor wrote with what opens the cache again. Where there is no
+ * membarrier (ZC_FENCED) the owner goes the other way, and pays there.
  */
 
 typedef struct zc_slot {
@@ -162,19 +162,20 @@ typedef struct zc_slot {
 #define ZC_SHUT ((zc_block *)1)
 #define ZC_NEAR_PLACES 128
 
+#define ZC_NOBODY 0xb5c0fbcfec4d3b2fu /* no pool's number, of which 44 bits are used; nor what one would try */
+
 #define ZC_KEPT_OUT 1u      /* bits of zc_cache.closed: a visitor is inside or about to be */
-#define ZC_FENCED 2u        /* whoever enters needs a fence */
-#define ZC_NO_ACQUIRE 4u    /* the pool has these go the other way */
-#define ZC_NO_RELEASE 8u
+#define ZC_FENCED 2u        /* whoever enters needs a fence: then `pool` and `open` are never set */
 
 struct zc_cache {
     uint32_t busy;          /* atomic; the owner is inside */
-    uint32_t closed;        /* atomic; changed under the pool's lock */
-    struct zc_core *core;
-    /* Guarded by `busy`, and the pool's lock. */
-    zc_pool pool;           /* whose blocks these are */
+    uint32_t closed;        /* atomic, changed under the pool's lock, like the next two */
+    zc_pool pool;           /* whose requests are served here; ZC_NOBODY while they are not */
+    struct zc_core *open;   /* whose blocks are taken back here; NULL while they are not */
+    struct zc_core *core;   /* whose cache it is */
     void *owner;
     struct zc_cache *next;
+    /* Guarded by `busy`, and the pool's lock. */
     uint64_t granted;       /* bytes that all blocks would have if every slot were full */
     uint32_t denied;
     uint32_t unused;
@@ -192,24 +193,10 @@ struct zc_cache {
 /* Compilers think these too long, and then a call costs more than what is in them. */
 #define ZC_FAST static inline __attribute__((always_inline))
 
-/* 0: kept out by one of the bits `against`. */
-ZC_FAST int zc_cache_enter(zc_cache *c, uint32_t against)
+ZC_FAST void zc_cache_enter(zc_cache *c)
 {
-    uint32_t closed;
     __atomic_store_n(&c->busy, 1u, __ATOMIC_RELAXED);
     __atomic_signal_fence(__ATOMIC_SEQ_CST); /* the compiler keeps the order; the processor is made to by visitors */
-    closed = __atomic_load_n(&c->closed, __ATOMIC_ACQUIRE);
-    if (__builtin_expect((closed & (against | ZC_FENCED)) != 0, 0)) {
-        if (closed & ZC_FENCED) {
-            (void)__atomic_exchange_n(&c->busy, 1u, __ATOMIC_SEQ_CST); /* not a fence: ThreadSanitizer knows none */
-            closed = __atomic_load_n(&c->closed, __ATOMIC_SEQ_CST);
-        }
-        if (closed & against) {
-            __atomic_store_n(&c->busy, 0u, __ATOMIC_RELEASE);
-            return 0;
-        }
-    }
-    return 1;
 }
 
 ZC_FAST void zc_cache_leave(zc_cache *c) { __atomic_store_n(&c->busy, 0u, __ATOMIC_RELEASE); }
@@ -252,10 +239,11 @@ ZC_FAST zc_block *zc_cache_take(zc_cache *c, zc_pool pool, size_t nbytes, unsign
 {
     zc_slot *s;
     zc_block *b;
-    if (nbytes - 1 >= (size_t)1 << 20 || !zc_cache_enter(c, ZC_KEPT_OUT | ZC_NO_ACQUIRE))
+    if (nbytes - 1 >= (size_t)1 << 20)
         return (zc_block *)0;
-    s = zc_cache_slot(c, nbytes - 1);
-    if (__builtin_expect(c->pool == pool, 1)) {
+    zc_cache_enter(c);
+    if (__builtin_expect(__atomic_load_n(&c->pool, __ATOMIC_ACQUIRE) == pool, 1)) {
+        s = zc_cache_slot(c, nbytes - 1);
         b = s->hot;
         if (__builtin_expect(b > ZC_SHUT, 1)) {
             s->hot = (zc_block *)0;
@@ -279,13 +267,16 @@ ZC_FAST uint64_t zc_renew(uint64_t word, unsigned state)
     return word + (1u << 24) - ((uint64_t)(state - ZC_CACHED) << 20);
 }
 
-/* Takes back a block of the cache's pool, held without references, whose word becomes `renewed`: CACHED, in the next
- * generation, so that tokens die. 0: nothing has happened. */
+/* Takes back a block, held without references, whose word becomes `renewed`: CACHED, in the next generation, so that
+ * tokens die. 0: nothing has happened. */
 ZC_FAST int zc_cache_give(zc_cache *c, zc_block *b, uint64_t renewed)
 {
     zc_slot *s = (zc_slot *)(void *)((char *)c + b->slot);
-    if (!zc_cache_enter(c, ZC_KEPT_OUT | ZC_NO_RELEASE))
+    zc_cache_enter(c);
+    if (__builtin_expect(__atomic_load_n(&c->open, __ATOMIC_ACQUIRE) != b->core, 0)) {
+        zc_cache_leave(c);
         return 0;
+    }
     if (__builtin_expect(s->hot != (zc_block *)0, 0)) {
         if (s->count >= s->limit) {
             zc_cache_leave(c);
@@ -313,8 +304,7 @@ ZC_FAST int zc_release_fast(const zc_api *api, zc_cache *c, const zc_block *held
 {
     zc_block *b = (zc_block *)(uintptr_t)held;
     uint64_t word = __atomic_load_n(&b->word, __ATOMIC_RELAXED);
-    if (__builtin_expect(c && c->core == b->core
-                         && (word & 0xffffff) == (uint64_t)ZC_HELD << 20 && zc_cache_give(c, b, zc_renew(word, ZC_HELD)), 1))
+    if (__builtin_expect(c && (word & 0xffffff) == (uint64_t)ZC_HELD << 20 && zc_cache_give(c, b, zc_renew(word, ZC_HELD)), 1))
         return 0;
     return api->release(zc_token(b));
 }
