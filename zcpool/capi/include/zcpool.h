@@ -201,11 +201,19 @@ ZC_FAST void zc_cache_enter(zc_cache *c)
 
 ZC_FAST void zc_cache_leave(zc_cache *c) { __atomic_store_n(&c->busy, 0u, __ATOMIC_RELEASE); }
 
+#if defined(__SANITIZE_THREAD__)
+#define ZC_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define ZC_TSAN 1
+#endif
+#endif
+
 /* Adds to a word that nobody else writes, while statistics and holders of stale tokens look on. Written as an atomic
  * load and store it is three instructions instead of one, which is too many here; 64 bits are not torn either way. */
 ZC_FAST void zc_bump(uint64_t *p, uint64_t v)
 {
-#if defined(__SANITIZE_THREAD__) || !defined(__x86_64__)
+#if defined(ZC_TSAN) || !defined(__x86_64__)
     __atomic_store_n(p, __atomic_load_n(p, __ATOMIC_RELAXED) + v, __ATOMIC_RELAXED);
 #else
     *p += v;
