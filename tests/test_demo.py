@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -158,11 +159,12 @@ def test_the_command_prints_plain_text_and_writes_a_png(tmp_path: Path) -> None:
     from PIL import Image
 
     output = tmp_path / "face.png"
+    environment = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
     done = subprocess.run(
         [sys.executable, "-m", "zcpool", "demo", "--frames", "20", "--output", str(output)],
         capture_output=True,
         encoding="utf-8",
-        env={"PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": "utf-8"},
+        env={**environment, "PYTHONPATH": ":".join(sys.path), "PYTHONIOENCODING": "utf-8"},
         timeout=120,
         check=False,
     )

@@ -24,6 +24,7 @@ MIB = 1 << 20
 SECONDS = float(os.environ.get("ZCPOOL_STRESS_SECONDS", "5"))  # of all of it together
 OPS = int(os.environ.get("ZCPOOL_STRESS_OPS", "20000"))  # of each thread in a round
 LARGEST = 8 * MIB
+FOUND = 3  # the exit status of the program when it has found something
 
 FINDINGS = {
     1: "a block was handed out twice",
@@ -38,7 +39,7 @@ FINDINGS = {
     512: "a forked child went wrong",
 }
 
-# What a forked child does. The allocator of AddressSanitizer may be locked in it for ever: there, nothing that allocates.
+# What a forked child does. AddressSanitizer's allocator may be locked in it for ever: there, nothing that allocates.
 LOOKS, SERVES = 1, 2
 FORKS = LOOKS if "address" in os.environ.get("ZCPOOL_SANITIZE", "") else SERVES
 
@@ -148,7 +149,7 @@ def hammer_once(hammer: Hammer, seconds: float, fast: bool, act: str) -> None:
             pool.close()
     if found:
         print(f"{act}, {'inlined' if fast else 'table'}: {'; '.join(found)}", flush=True)
-        os._exit(1)  # broken pools may hang when they end
+        os._exit(FOUND)  # broken pools may hang when they end
 
 
 def main() -> int:
