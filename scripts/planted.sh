@@ -10,6 +10,7 @@ seconds=${SECONDS_EACH:-20}
 wanted=" $* "
 src=$PWD/build/planted/src
 failed=0
+tried=0
 
 mkdir -p "$src"
 find "$src" -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +
@@ -20,6 +21,7 @@ try() { # try NAME OUTCOME MACRO...: build with the macros and hammer; OUTCOME i
     local name=$1 outcome=$2 variant said first outcome_is status=0
     shift 2
     case $wanted in "  " | *" $name "*) ;; *) return 0 ;; esac
+    tried=1
     variant=build/$(IFS=- && echo "$*")
     if [ -d build/default/cython ] && [ ! -d "$variant" ]; then # the macros are the C compiler's: Cython need not run again
         mkdir -p "$variant"
@@ -46,7 +48,9 @@ try() { # try NAME OUTCOME MACRO...: build with the macros and hammer; OUTCOME i
 
 try none nothing
 try narrow-tags nothing ZC_TAG_BITS=4 # wraps all the time; a popper would have to sleep through exactly one wrap
+try fenced nothing ZC_NO_MEMBARRIER # owners enter their caches by a locked exchange
 try no-tags found ZC_TAG_BITS=0 ZC_PLANT_WINDOW
 try double-push found ZC_PLANT_DOUBLE_PUSH=1
 try lost-steal found ZC_PLANT_LOST_STEAL=1
+((tried)) || { echo "planted.sh: no variant $*: there are none, narrow-tags, fenced, no-tags, double-push, lost-steal" >&2; exit 2; }
 exit $failed

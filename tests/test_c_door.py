@@ -27,6 +27,7 @@ from native.build import (
     HERE,
     MODULE_SUFFIX,
     PYTHON,
+    SANITIZE,
     compile_cython,
     compile_library,
     compile_module,
@@ -673,6 +674,52 @@ def test_a_waiter_is_woken_by_another_native_thread(
 def test_waiters_are_told_when_the_pool_is_closed(native: ctypes.CDLL, make_pool: MakePool) -> None:
     pool = make_pool(max_bytes=MIB)
     right(native.told_of_the_end(pool.c_handle, MIB, ctypes.CFUNCTYPE(None)(pool.close)))
+
+
+# ---- ended pools --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.watchdog(120)
+@pytest.mark.filterwarnings("ignore:.*held by C code:ResourceWarning")
+def test_strangers_who_ask_for_ended_pools_meet_no_other_pool(made: Path) -> None:
+    """Pools come and go under native threads that know the number of each; the one between was told to nobody."""
+    strangers = ctypes.CDLL(str(compile_library(made, HERE / "strangers.c")))
+    strangers.strangers_come.argtypes = [ctypes.c_void_p]
+    strangers.strangers_hear.argtypes = [ctypes.c_uint64]
+    strangers.strangers_go.restype = ctypes.c_uint64
+    assert strangers.strangers_come(get_api()) == 0
+    met = []
+    for _ in range(300):
+        told = zcpool.Pool()
+        strangers.strangers_hear(told.c_handle)
+        time.sleep(0.0005)
+        del told
+        untold = zcpool.Pool()
+        time.sleep(0.0002)
+        stats = untold.stats()
+        met.append(stats.acquires + stats.failures + stats.reserved_bytes)
+        del untold
+    assert strangers.strangers_go() > 0
+    assert sum(met) == 0
+
+
+@pytest.mark.skipif(SANITIZE in ("address", "thread"), reason="their runtimes reserve terabytes of addresses")
+def test_a_token_of_what_was_never_made_is_refused_also_where_addresses_are_rationed() -> None:
+    """Where there is no room for all descriptors, an index may lie behind those there can be."""
+    run_quietly(
+        """
+        import ctypes, resource
+        resource.setrlimit(resource.RLIMIT_AS, (900 << 20, 900 << 20))
+        import zcpool
+        from native.build import get_api
+        api = ctypes.cast(get_api(), ctypes.POINTER(ctypes.c_void_p))
+        release = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(api[3])
+        pool = zcpool.Pool()
+        pool.acquire(100).release()
+        for token in (0x1FFFFF, 0xFFFFFF, 0x1000FFFFFF, 0x7F0000):
+            assert release(token) == -1
+        """
+    )
 
 
 # ---- native threads -----------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ static inline int zc_unlikely(int x) { return ZC_UNLIKELY(x); }
     static inline T zc_load_acquire_##N(const T *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }       \
     static inline T zc_load_seq_##N(const T *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }           \
     static inline void zc_store_##N(T *p, T v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }               \
+    static inline void zc_store_seq_##N(T *p, T v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }           \
     static inline void zc_store_release_##N(T *p, T v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }       \
     static inline T zc_add_##N(T *p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }           \
     static inline T zc_sub_##N(T *p, T v) { return __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST); }           \
@@ -96,7 +97,7 @@ static inline void zc_spinlock(uint32_t *lock)
 }
 
 /* Takes a flag that was 1 down to 0; true for whoever did. With a GIL all callers hold it, and a plain
- * exchange saves the locked instruction on the hot path. */
+ * load and store save the locked instruction on the hot path. */
 static inline int zc_claim(uint32_t *flag)
 {
 #ifdef Py_GIL_DISABLED

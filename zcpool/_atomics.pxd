@@ -9,6 +9,7 @@ cdef extern from "_atomics.h" nogil:
     uint64_t load64_acquire "zc_load_acquire_u64"(const uint64_t* p) noexcept
     uint64_t load64_seq "zc_load_seq_u64"(const uint64_t* p) noexcept
     void store64 "zc_store_u64"(uint64_t* p, uint64_t v) noexcept
+    void store64_seq "zc_store_seq_u64"(uint64_t* p, uint64_t v) noexcept
     void store64_release "zc_store_release_u64"(uint64_t* p, uint64_t v) noexcept
     uint64_t add64 "zc_add_u64"(uint64_t* p, uint64_t v) noexcept
     uint64_t sub64 "zc_sub_u64"(uint64_t* p, uint64_t v) noexcept

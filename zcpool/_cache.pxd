@@ -17,6 +17,7 @@ from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 from zcpool._atomics cimport load32_acquire, load32_seq, swap32, unlikely
 from zcpool._block cimport Block, CacheSlot, ThreadCache
 from zcpool._freelist cimport FreeList, ahead_note, next_of, pop_chain, push_chain, set_next
+from zcpool._process cimport process
 from zcpool._sizes cimport CACHED_CLASSES, class_bytes
 
 cdef extern from "zcpool.h" nogil:
@@ -26,7 +27,6 @@ cdef extern from "zcpool.h" nogil:
         FENCED "ZC_FENCED"
         SLOTS_AT "offsetof(struct zc_cache, slots)"
     Block* SHUT "ZC_SHUT"
-    uint64_t NOBODY "ZC_NOBODY"
     void cache_busy "zc_cache_enter"(ThreadCache* c) noexcept
     void cache_leave "zc_cache_leave"(ThreadCache* c) noexcept
     Block* cache_take "zc_cache_take"(ThreadCache* c, uint64_t pool, size_t nbytes, unsigned state) noexcept
@@ -58,7 +58,7 @@ cdef inline void cache_begin(ThreadCache* c) noexcept nogil:
     """Set up a zeroed cache."""
     cdef int64_t most
     cdef int cls
-    c.pool = NOBODY
+    c.pool = process.nobody
     for cls in range(CACHED_CLASSES):
         most = CACHE_CLASS_BYTES // class_bytes(cls) - 1
         c.slots[cls].most = <uint16_t>max(1, min(CACHE_SLOTS - 1, most))
@@ -126,28 +126,33 @@ cdef inline Block* cache_get(ThreadCache* c, int cls) noexcept nogil:
 
 cdef inline bint cache_widen(ThreadCache* c, int cls) noexcept nogil:
     """Double the limit of a slot, if the cache's bound allows it."""
+    if c.slots[cls].limit == c.slots[cls].most:
+        return False
+    if cache_grant(c, cls):
+        return True
+    c.denied += 1
+    if c.denied < DENIALS:
+        return False
+    cache_narrow(c)
+    return cache_grant(c, cls)
+
+cdef inline bint cache_grant(ThreadCache* c, int cls) noexcept nogil:
     cdef CacheSlot* s = &c.slots[cls]
     cdef int wish = min(<int>s.most, max(1, 2 * s.limit))
     cdef uint64_t nbytes = (room(wish) - room(s.limit)) * class_bytes(cls)
-    if wish == s.limit:
-        return False
     if c.granted + nbytes > CACHE_BYTES:
-        c.denied += 1
-        if c.denied < DENIALS:
-            return False
-        cache_narrow(c)
-        if c.granted + nbytes > CACHE_BYTES:
-            return False
+        return False
     c.granted += nbytes
     slot_limit(s, wish)
     return True
 
 cdef inline void cache_narrow(ThreadCache* c) noexcept nogil:
     """Take back the room that no block is in."""
-    cdef int cls
+    cdef int cls, used
     c.granted = c.denied = 0
     for cls in range(CACHED_CLASSES):
-        slot_limit(&c.slots[cls], max(c.slots[cls].count, <int>slot_is_hot(&c.slots[cls])))
+        used = max(c.slots[cls].count, <int>slot_is_hot(&c.slots[cls]))
+        slot_limit(&c.slots[cls], min(used, <int>c.slots[cls].limit))
         c.granted += room(c.slots[cls].limit) * class_bytes(cls)
 
 cdef inline Block** big_at(ThreadCache* c, int cls) noexcept nogil:

@@ -5,10 +5,10 @@
 #
 # Control blocks are type-stable: when a pool has ended and its last block has come home, the next new pool
 # takes the control block over, with a new serial. None is ever freed.
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
-from zcpool._atomics cimport add64, bump64, cas64, likely, load32, load32_seq, load64, load64_seq, store32, store64, \
-    sub64, unlikely
+from zcpool._atomics cimport add64, bump64, cas64, likely, load32, load32_seq, load64, load64_seq, loadptr, store32, \
+    store64, sub64, unlikely
 from zcpool._block cimport CLOSED, DEBUG, FOREIGN, GEN_SHIFT, HELD, IN_USE, SLOW_ACQUIRE, SLOW_RELEASE, STATE_SHIFT, \
     WAITERS, ZERO, Block, ThreadCache, CoreHead, Region, block_renew, block_retire, word_make, word_refs, word_state
 from zcpool._backend cimport BackendOps
@@ -57,6 +57,7 @@ cdef struct Core:
     uint64_t region_alignment       # bytes
     uint64_t largest_region         # bytes
     uint32_t taken                  # guarded by process.pools_lock
+    uint32_t guests                 # atomic: C callers off the fast way, who came with the pool's number
     # Bytes outside shared lists: with users, in thread caches, or retired; atomic, by bucket and in all.
     uint64_t lent[4]
     uint64_t lent_all
@@ -202,16 +203,24 @@ cdef inline Block* core_take(Core* core, uint64_t nbytes, int state) noexcept no
     cdef Block* b
     if unlikely(c == NULL):
         return NULL             # the first acquire of a thread: the miss makes its cache
-    b = cache_take(c, core.head.number, nbytes, state)
-    if unlikely(b == NULL) and nbytes > CACHED_BYTES and load32(&c.keeps_big):
-        b = take_big(core, c, nbytes, state)
+    b = take_kept(c, core.head.number, nbytes, state)
     return b if likely(b != NULL) else core.take_shared(core, c, nbytes, state)
 
-cdef inline Block* take_big(Core* core, ThreadCache* c, uint64_t nbytes, int state) noexcept nogil:
+cdef inline Block* take_kept(ThreadCache* c, uint64_t pool, uint64_t nbytes, int state) noexcept nogil:
+    """Serve what lies in the caller's cache itself, if it is that of the pool with this number."""
+    cdef Block* b = NULL
+    if likely(nbytes <= CACHED_BYTES):
+        b = cache_take(c, pool, nbytes, state)
+    if unlikely(b == NULL) and request_class(<Core*>c.core, nbytes) >= CACHED_CLASSES and load32(&c.keeps_big):
+        b = take_big(c, pool, nbytes, state)
+    return b
+
+cdef inline Block* take_big(ThreadCache* c, uint64_t pool, uint64_t nbytes, int state) noexcept nogil:
     """Serve more than 1 MiB from what the pool's only thread keeps."""
+    cdef Core* core = <Core*>c.core
     cdef Block* b = NULL
     if likely(cache_enter(c)):
-        if likely(not load32(&core.head.flags) & SLOW_ACQUIRE):
+        if likely(load64(&c.pool) == pool):
             b = big_take(c, request_class(core, nbytes))
         cache_leave(c)
     if unlikely(b == NULL):
@@ -331,12 +340,11 @@ cdef inline bint give_big(Core* core, Block* b) noexcept nogil:
     cdef ThreadCache* c = thread_cache_of(core)
     cdef bint kept = False
     if c != NULL and load32(&c.keeps_big) and b.kind == 0 and cache_enter(c):
-        # Looked at again: another thread may just have come.
-        kept = c.open == b.core and load32(&c.keeps_big) and big_at(c, b.cls)[0] == NULL
+        # Looked at again: another thread may just have come. What is counted is counted before others see the block.
+        kept = load32(&c.keeps_big) and big_at(c, b.cls)[0] == NULL and loadptr(<uintptr_t*>&c.open) != 0
         if kept:
             block_renew(b)
+            unlend(core, b.bucket, b.capacity)
             big_put(c, b)
         cache_leave(c)
-        if kept:
-            unlend(core, b.bucket, b.capacity)
     return kept

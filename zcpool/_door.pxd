@@ -2,22 +2,24 @@
 #
 # A pool is a number, serial << 12 | id, and a block's acquire a token, generation << 24 | index: both lead to
 # memory that is never freed, and are compared with what lies there before anything is believed.
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport INT64_MAX, int64_t, uint32_t, uint64_t
 from libc.stdio cimport snprintf
 from libc.stdlib cimport free
 from libc.string cimport memset
 
-from zcpool._atomics cimport add64, cas64, fd_check, likely, load32, load32_acquire, load64, now_ns, sub64, unlikely
+from zcpool._atomics cimport add32, add64, cas64, fd_check, likely, load32, load32_acquire, load32_seq, load64, \
+    load64_seq, now_ns, sub32, sub64, unlikely
 from zcpool._backend cimport Fault, fault_error
-from zcpool._block cimport DEBUG, FOREIGN, GEN_SHIFT, HELD, NEEDS_SYNC, RETIRED, STATE_SHIFT, Block, ThreadCache, \
-    block_ref, block_unref, word_make, word_owned, word_refs, word_state
+from zcpool._block cimport DEBUG, FOREIGN, GEN_SHIFT, HELD, NEEDS_SYNC, ORPHAN, RETIRED, STATE_SHIFT, Block, \
+    ThreadCache, block_ref, block_unref, word_make, word_owned, word_refs, word_state
 from zcpool._cache cimport cache_give, cache_take, word_renew
-from zcpool._core cimport Core, core_release_any, core_take
+from zcpool._core cimport Core, core_release_any, core_take, take_kept
 from zcpool._fence cimport FenceNode, fence_node
 from zcpool._freelist cimport INDEX_MASK, block_at
 from zcpool._arena cimport offset_of
 from zcpool._miss cimport cache_of, core_miss, core_trim, fences_poll
-from zcpool._process cimport CHUNK, POOLS, descriptor, error_text, gil_leave, gil_return, process, last_cache
+from zcpool._process cimport CHUNK, CHUNK_SHIFT, POOLS, call_python, descriptor, error_text, gil_leave, gil_return, \
+    last_cache, process, set_last_cache, thread_cache
 from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, TOO_LARGE, \
     Request, request_init, worth_waiting
 from zcpool._sizes cimport MAX_SHIFT
@@ -69,14 +71,27 @@ cdef enum:
 cdef inline uint64_t door_pool(Core* core) noexcept nogil:
     return load64(&core.head.number)
 
-cdef inline Core* door_core(uint64_t pool) noexcept nogil:
-    """Return the control block of a pool's number, or NULL when it never was, or has ended."""
+# A pool may end, and another one take its control block over, while a C caller who came with its number is on the way
+# through it. So off the fast way callers are counted as guests, and a pool with guests is not buried: all they find is
+# a closed one. A guest counts itself first and compares the number then; who ends a pool changes the number first and
+# looks for guests then (both sequentially consistent): one of the two sees the other.
+
+cdef inline Core* guest_enter(uint64_t pool) noexcept nogil:
+    """Return the control block of a pool's number; NULL, and why, when it never was or has ended."""
     cdef uint32_t id_ = pool & (POOLS - 1)
     cdef Core* core
-    if unlikely(id_ >= load32_acquire(&process.n_pools)):
-        return NULL
-    core = <Core*>process.pools[id_]
-    return core if likely(load64(&core.head.number) == pool) else NULL
+    if likely(id_ < load32_acquire(&process.n_pools)):
+        core = <Core*>process.pools[id_]
+        add32(&core.guests, 1)
+        if likely(load64_seq(&core.head.number) == pool):
+            return core
+        guest_leave(core)
+    say("pool 0x%llx has ended, or never was", pool)
+    return NULL
+
+cdef inline void guest_leave(Core* core) noexcept nogil:
+    if sub32(&core.guests, 1) == 1 and unlikely(load32_seq(&core.head.flags) & ORPHAN):
+        call_python()           # the pool has ended meanwhile, and could not be buried
 
 cdef inline Block* door_block(uint64_t token) noexcept nogil:
     """Return the block of a token that is owned or retired; NULL for a stale one."""
@@ -123,29 +138,42 @@ cdef inline const Block* door_acquire(uint64_t pool, size_t nbytes) noexcept nog
     return b if likely(b != NULL) else <const Block*>process.acquire(pool, nbytes)
 
 cdef inline const void* door_acquire_any(uint64_t pool, size_t nbytes) noexcept nogil:
-    cdef Core* core = door_core(pool)
+    cdef ThreadCache* c = <ThreadCache*>thread_cache(pool & (POOLS - 1))
     cdef Block* b
-    if likely(core != NULL and nbytes - 1 < (<uint64_t>1 << MAX_SHIFT)):
-        b = core_take(core, nbytes, HELD)
+    if c != NULL and nbytes - 1 < (<uint64_t>1 << MAX_SHIFT):
+        set_last_cache(c)
+        b = take_kept(c, pool, nbytes, HELD)
         if likely(b != NULL):
             return b
     return door_acquire_with(pool, nbytes, 0, 0, 0)
 
 cdef inline const Block* door_acquire_with(uint64_t pool, size_t nbytes, size_t alignment, int flags,
                                            int64_t timeout_ns) noexcept nogil:
-    cdef Core* core = door_core(pool)
-    cdef Request rq
-    cdef Block* b
-    cdef void* left
+    cdef Core* core = guest_enter(pool)
+    cdef Block* b = NULL
     if core == NULL:
-        say("pool %llx has ended, or never was", pool)
         return NULL
     if nbytes == 0 or nbytes > (<uint64_t>1 << MAX_SHIFT) - LARGEST_ALIGNMENT:
         say("cannot serve %llu bytes", nbytes)
-        return NULL
-    if alignment & (alignment - 1) or alignment > LARGEST_ALIGNMENT:
+    elif alignment & (alignment - 1) or alignment > LARGEST_ALIGNMENT:
         say("alignment %llu is not a power of two up to 2 MiB", alignment)
-        return NULL
+    elif flags & ~<int>ZC_EXCLUSIVE:
+        say("flags 0x%llx: only ZC_EXCLUSIVE is known", <uint64_t>flags)
+    elif timeout_ns < -1:
+        say("timeout -%llu ns: -1 means for ever", <uint64_t>0 - <uint64_t>timeout_ns)
+    else:
+        if alignment == 0 and flags == 0:
+            b = core_take(core, nbytes, HELD)
+        if b == NULL:
+            b = door_miss(core, nbytes, alignment, flags, timeout_ns)
+    guest_leave(core)
+    return b
+
+cdef inline Block* door_miss(Core* core, uint64_t nbytes, uint64_t alignment, int flags, int64_t timeout_ns) \
+        noexcept nogil:
+    cdef Request rq
+    cdef Block* b
+    cdef void* left
     request_init(core, &rq, nbytes, alignment, flags & ZC_EXCLUSIVE, HELD)
     left = gil_leave()
     b = core_miss(core, &rq)
@@ -160,7 +188,8 @@ cdef inline const Block* door_acquire_with(uint64_t pool, size_t nbytes, size_t 
     return b
 
 cdef inline Block* door_wait(Core* core, Request* rq, int64_t timeout_ns) noexcept nogil:
-    cdef int64_t deadline = now_ns() + timeout_ns
+    cdef int64_t now = now_ns()
+    cdef int64_t deadline = now + min(timeout_ns, INT64_MAX - now)
     cdef int64_t left = -1
     cdef int slot = wait_begin(core)
     cdef Block* b
@@ -193,17 +222,17 @@ cdef inline void door_explain(Request* rq) noexcept nogil:
         say("the host has no memory for the pool's books; %llu bytes were asked", rq.nbytes)
 
 cdef inline ThreadCache* door_cache(uint64_t pool) noexcept nogil:
-    cdef Core* core = door_core(pool)
+    cdef Core* core = guest_enter(pool)
     cdef ThreadCache* c
     cdef void* left
     if core == NULL:
-        say("pool %llx has ended, or never was", pool)
         return NULL
     left = gil_leave()
     c = cache_of(core)
     gil_return(left)
+    guest_leave(core)
     if c == NULL:
-        say("no memory for a cache of pool %llx", pool)
+        say("no memory for a cache of pool 0x%llx", pool)
     return c
 
 
@@ -212,15 +241,17 @@ cdef inline ThreadCache* door_cache(uint64_t pool) noexcept nogil:
 cdef inline int door_release(uint64_t token) noexcept nogil:
     cdef uint64_t index = token & INDEX_MASK
     cdef uint64_t held = (token - index) | (<uint64_t>HELD << STATE_SHIFT)
-    cdef Block* b = <Block*>descriptor(<uint32_t>index)     # readable also where there is none yet
-    if likely(load64(&b.word) == held) and likely(cache_give(last_cache(), b, word_renew(held, HELD))):
-        return 0
+    cdef Block* b
+    if likely(index >> CHUNK_SHIFT < load32_acquire(&process.n_chunks)):
+        b = <Block*>descriptor(<uint32_t>index)
+        if likely(load64(&b.word) == held) and likely(cache_give(last_cache(), b, word_renew(held, HELD))):
+            return 0
     return process.release(token)
 
 cdef inline int door_release_any(uint64_t token) noexcept nogil:
     cdef Block* b = door_block(token)
     if unlikely(b == NULL or word_state(load64(&b.word)) != HELD):
-        return say("token %llx is stale, or of a block that a Buffer owns: nothing was released", token)
+        return say("token 0x%llx is stale, or of a block that a Buffer owns: nothing was released", token)
     if unlikely(load32(&b.core.flags) & DEBUG):
         return door_release_once(b, token)
     core_release_any(b.core, b)
@@ -235,13 +266,13 @@ cdef inline int door_release_once(Block* b, uint64_t token) noexcept nogil:
         if cas64(&b.word, &seen, word_make(seen, RETIRED) | (word_refs(seen) + 1)):
             block_unref(b)
             return 0
-    return say("token %llx was released by two threads at once: the second was refused", token)
+    return say("token 0x%llx was released by two threads at once: the second was refused", token)
 
 cdef inline int door_release_after(uint64_t token, int fd) noexcept nogil:
     cdef Block* b = door_block(token)
     cdef FenceNode* node
     if b == NULL or word_state(load64(&b.word)) != HELD:
-        return say("token %llx is stale, or of a block that a Buffer owns: nothing was released", token)
+        return say("token 0x%llx is stale, or of a block that a Buffer owns: nothing was released", token)
     if fd_check(fd):
         return say("fence fd %lld is not open, or a regular file: nothing was released", fd)
     node = fence_node(b, fd)
@@ -249,7 +280,7 @@ cdef inline int door_release_after(uint64_t token, int fd) noexcept nogil:
         return say("no memory to note fence fd %lld: nothing was released", fd)
     if not block_ref(b, token):
         free(node)
-        return say("token %llx is stale, or has a million references: nothing was released", token)
+        return say("token 0x%llx is stale, or has a million references: nothing was released", token)
     b.core.wait_for(b.core, node)
     core_release_any(b.core, b)
     return 0
@@ -257,14 +288,14 @@ cdef inline int door_release_after(uint64_t token, int fd) noexcept nogil:
 cdef inline int door_pin(uint64_t token) noexcept nogil:
     cdef Block* b = door_block(token)
     if b == NULL or not block_ref(b, token):
-        return say("token %llx is stale: nothing was pinned", token)
+        return say("token 0x%llx is stale: nothing was pinned", token)
     add64(&b.core.pins, 1)
     return 0
 
 cdef inline int door_unpin(uint64_t token) noexcept nogil:
     cdef Block* b = door_block(token)
     if b == NULL or word_state(load64(&b.word)) & FOREIGN or not word_refs(load64(&b.word)):
-        return say("token %llx is stale, or not pinned", token)
+        return say("token 0x%llx is stale, or not pinned", token)
     sub64(&b.core.pins, 1)
     block_unref(b)
     return 0
@@ -275,13 +306,13 @@ cdef inline int door_unpin(uint64_t token) noexcept nogil:
 cdef inline const Block* door_find(uint64_t token) noexcept nogil:
     cdef Block* b = door_block(token)
     if b == NULL:
-        say("token %llx is stale", token)
+        say("token 0x%llx is stale", token)
     return b
 
 cdef inline int door_place(uint64_t token, Place* out) noexcept nogil:
     cdef Block* b = door_block(token)
     if b == NULL:
-        return say("token %llx is stale", token)
+        return say("token 0x%llx is stale", token)
     out.fd = b.region.fd
     out.offset = offset_of(b)
     out.region_bytes = b.region.nbytes
@@ -296,7 +327,7 @@ cdef inline int door_sync(uint64_t token, int direction) noexcept nogil:
     cdef void* left
     cdef int failed
     if b == NULL:
-        return say("token %llx is stale: nothing was synced", token)
+        return say("token 0x%llx is stale: nothing was synced", token)
     if direction != ZC_TO_DEVICE and direction != ZC_FROM_DEVICE:
         return say("direction %llu is neither ZC_TO_DEVICE nor ZC_FROM_DEVICE", <uint64_t>direction)
     core = <Core*>b.core
@@ -309,14 +340,14 @@ cdef inline int door_sync(uint64_t token, int direction) noexcept nogil:
     return say_fault(&fault) if failed else 0
 
 cdef inline int door_stats(uint64_t pool, DoorStats* out) noexcept nogil:
-    cdef Core* core = door_core(pool)
+    cdef Core* core = guest_enter(pool)
     cdef BucketSums sums[4]
     cdef void* left
     cdef int i
     memset(out, 0, sizeof(DoorStats))
     memset(sums, 0, sizeof(sums))
     if core == NULL:
-        return say("pool %llx has ended, or never was", pool)
+        return -1
     left = gil_leave()
     fences_poll(core)
     core_sums(core, sums)
@@ -336,19 +367,20 @@ cdef inline int door_stats(uint64_t pool, DoorStats* out) noexcept nogil:
         out.backend_allocations += load64(&core.counters.backend_allocations[i])
         out.backend_frees += load64(&core.counters.backend_frees[i])
     out.slack_bytes = out.reserved_bytes - out.in_use_bytes - out.cached_bytes - out.retired_bytes
+    guest_leave(core)
     return 0
 
 cdef inline size_t door_trim(uint64_t pool, size_t keep_bytes) noexcept nogil:
-    cdef Core* core = door_core(pool)
+    cdef Core* core = guest_enter(pool)
     cdef size_t given
     cdef void* left
     if core == NULL:
-        say("pool %llx has ended, or never was", pool)
         return 0
     left = gil_leave()
     fences_poll(core)
     given = core_trim(core, keep_bytes)
     gil_return(left)
+    guest_leave(core)
     return given
 
 cdef inline const char* door_error() noexcept nogil:

@@ -4,11 +4,11 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 
 from zcpool._atomics cimport and32, load32, load32_acquire, load32_seq, load64_seq, loadptr, mutex_lock, \
-    mutex_unlock, or32, store32, store32_release, store64, swap32, swapptr
+    mutex_unlock, or32, store32, store32_release, store64, store64_seq, swap32, swapptr
 from zcpool._backend cimport Backend
 from zcpool._block cimport CLOSED, FOREIGN, FROZEN, NEEDS_SYNC, ORPHAN, PYTHON_BACKEND, RETIRED, STATE_SHIFT, VISIBLE, \
     ThreadCache, WAITERS, Block, Region, word_owned, word_state
-from zcpool._cache cimport NOBODY, cache_narrow
+from zcpool._cache cimport cache_narrow
 from zcpool._core cimport KINDS, Core, core_put, core_release, core_take_shared, core_wait_for
 from zcpool._freelist cimport INDEX_MASK
 from zcpool._miss cimport fences_poll
@@ -84,7 +84,7 @@ cdef inline void cache_books_clear(ThreadCache* c) noexcept nogil:
 
 cdef inline void number_renew(Core* core) noexcept nogil:
     """Give a control block the number of another pool."""
-    store64(&core.head.number, (<uint64_t>next_serial() << POOL_BITS) | core.head.id)
+    store64_seq(&core.head.number, (<uint64_t>next_serial() << POOL_BITS) | core.head.id)
 
 cdef inline Core* core_new(Backend backend, uint64_t granule, uint32_t flags) except NULL:
     """Return a control block for a new pool, open, holding a reference of the backend."""
@@ -113,15 +113,15 @@ cdef inline Core* core_new(Backend backend, uint64_t granule, uint32_t flags) ex
         flags |= NEEDS_SYNC
     if backend.python:
         flags |= PYTHON_BACKEND
-    store32(&core.head.flags, flags)
     with nogil:
-        core_open(core)
+        core_open(core, flags)
     return core
 
-cdef inline void core_open(Core* core) noexcept nogil:
-    """Open the caches that stayed with their threads for the new pool."""
+cdef inline void core_open(Core* core, uint32_t flags) noexcept nogil:
+    """Open a pool, and for it the caches that stayed with their threads."""
     cdef ThreadCache* c
     mutex_lock(&core.lock)
+    store32(&core.head.flags, flags)
     caches_lock(core)
     c = core.caches
     while c != NULL:
@@ -190,7 +190,7 @@ cdef inline void core_bury(Core* core) noexcept:
     cdef object backend
     if not load32_seq(&core.head.flags) & ORPHAN or load64_seq(&core.reserved) or load64_seq(&core.fences.pending):
         return
-    if load32_seq(&core.inflight) or load32_seq(&core.dirty):
+    if load32_seq(&core.inflight) or load32_seq(&core.dirty) or load32_seq(&core.guests):
         return
     if not and32(&core.head.flags, ~<uint32_t>ORPHAN) & ORPHAN:
         return                  # somebody else is at it
@@ -220,7 +220,7 @@ cdef inline void all_forked() noexcept nogil:
 cdef inline void core_forked(Core* core) noexcept nogil:
     cdef ThreadCache* c = core.caches
     cdef int kind, cls
-    core.lock = core.dirty = core.inflight = 0
+    core.lock = core.dirty = core.inflight = core.guests = 0
     core.wait_mask = core.reserved = core.handles = 0
     and32(&core.head.flags, ~<uint32_t>WAITERS)
     core.head.pins = 0
@@ -235,7 +235,7 @@ cdef inline void core_forked(Core* core) noexcept nogil:
                 core.lists[kind][cls].made = core.lists[kind][cls].floor = 0
     while c != NULL:
         c.busy = 0
-        c.pool = NOBODY
+        c.pool = process.nobody
         c.open = NULL
         cache_open(core, c)
         if c.owner != thread_id():

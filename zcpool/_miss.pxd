@@ -20,7 +20,7 @@ from zcpool._reclaim cimport arenas_trim, core_unlock, fences_end, fences_return
 from zcpool._request cimport ALL_IN_USE, BACKEND_FAILED, IS_CLOSED, IS_FROZEN, LIMIT_BYTES, LIMIT_HANDLES, \
     NO_DESCRIPTORS, NONE, TOO_LARGE, Request, kind_ensure
 from zcpool._sizes cimport CACHED_CLASSES, CLASSES
-from zcpool._visit cimport big_show, cache_ensure, caches_flush, steal
+from zcpool._visit cimport big_reclaim, big_show, cache_ensure, caches_flush, steal
 
 cdef enum:
     MAX_WAITS = 64              # for flights that end and change nothing
@@ -76,6 +76,8 @@ cdef inline Block* take_anywhere(Core* core, int kind, int cls) noexcept nogil:
     """Take a free block of a class, also from other threads' caches. Under core.lock."""
     if kind == 0 and cls < CACHED_CLASSES:
         return steal(core, cls)
+    if kind == 0:
+        big_reclaim(core)
     return take_shared(core, kind, cls)
 
 cdef inline bint refused(Core* core, Request* rq) noexcept nogil:

@@ -350,6 +350,9 @@ cdef int Pool_open(Pool self, Backend backend, uint64_t alignment, uint64_t limi
     if flags & ZERO and not backend.cpu_visible:
         raise ValueError(f"zero_on_release needs memory that the CPU sees, and that of {backend.name} is not")
     core = core_new(backend, granule, flags)
+    if self._core != NULL:      # an argument's code, or another thread, has come before
+        core_orphan(core)
+        raise PoolError("the pool has been initialised already")
     core.max_bytes = limit
     core.max_handles = handles
     core.arena_bytes = arena // granule * granule

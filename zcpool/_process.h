@@ -83,6 +83,7 @@ static struct {
     uint32_t orphans;            /* atomic: ended pools wait for fences, which somebody must look at */
     int (*chores)(void *);       /* what a Python entry point then does, with the GIL */
     uint32_t generation;        /* forks behind us */
+    uint64_t nobody;            /* no pool's number, of which 44 bits are used, and not to be guessed */
     uint32_t fenced;            /* atomic: no membarrier, whoever enters a thread cache needs a fence of its own */
     pthread_key_t thread_key;
     pthread_once_t once;
@@ -97,7 +98,7 @@ static ZC_TLS zc_thread zc_self;
 
 /* The cache that the thread used last. Most often it is the next one, too; and then a hit need not follow the block to
  * its pool and the pool to the cache, which takes longer than all the rest. Never NULL: `zc_no_cache` lets nobody in. */
-static zc_cache zc_no_cache = {.closed = ZC_KEPT_OUT, .pool = ZC_NOBODY};
+static zc_cache zc_no_cache = {.closed = ZC_KEPT_OUT};
 static ZC_TLS zc_cache *zc_last_cache = &zc_no_cache;
 
 static inline zc_cache *zc_get_last_cache(void) { return zc_last_cache; }
@@ -181,9 +182,23 @@ static inline void zc_fence_all_threads(void)
 
 static inline void zc_reserve_descriptors(void);
 
+/* A number with its highest bit set that differs between processes. */
+static inline uint64_t zc_random(void)
+{
+    uint64_t number = 0;
+    int fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+    if (fd < 0 || read(fd, &number, sizeof number) != sizeof number)
+        number = (uint64_t)zc_now_ns() * 0x9e3779b97f4a7c15u ^ (uintptr_t)&number << 16;
+    if (fd >= 0)
+        close(fd);
+    return number | (uint64_t)1 << 63;
+}
+
 static void zc_process_init(void)
 {
     zc_reserve_descriptors();
+    zc_process.nobody = zc_random();
+    zc_no_cache.pool = zc_process.nobody;
     zc_process.fenced = ZC_MEMBARRIER(ZC_MEMBARRIER_REGISTER_PRIVATE_EXPEDITED) != 0;
     pthread_key_create(&zc_process.thread_key, zc_thread_end);
     pthread_atfork(NULL, NULL, zc_fork_child);

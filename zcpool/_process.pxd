@@ -22,6 +22,7 @@ cdef extern from "_process.h" nogil:
         uint32_t pools_lock
         uint32_t grow_lock
         uint32_t generation
+        uint64_t nobody
         uint32_t fenced
         uint32_t python_work
         uint32_t orphans

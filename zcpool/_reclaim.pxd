@@ -1,7 +1,7 @@
 # Giving memory back: trimming lists, joining blocks, freeing regions, closing.
 #
 # core.lock guards regions, arenas, `made` and `floor` of the lists, the list of caches, and the fence queue.
-# Under it nothing calls a backend, runs Python, or waits for anything but a cache's trylock. It is never
+# Under it nothing calls a backend, runs Python, or waits for anything but owners to leave their caches. It is never
 # waited for with the GIL held; release paths only try it.
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
@@ -217,8 +217,10 @@ cdef inline void core_drain(Core* core) noexcept nogil:
     while load32_seq(&core.dirty) and mutex_trylock(&core.lock):
         swap32(&core.dirty, 0)
         chain = NULL
-        lists_trim(core, NULL, &chain)
-        arenas_trim(core, False, &chain)
+        # A thread that ends late may find another pool here, which is not to be emptied: flags open under the lock.
+        if load32_seq(&core.head.flags) & CLOSED:
+            lists_trim(core, NULL, &chain)
+            arenas_trim(core, False, &chain)
         mutex_unlock(&core.lock)
         if chain != NULL or load32_seq(&core.head.flags) & ORPHAN:
             left = gil_leave()      # the last view of a closed pool may end with the GIL: a free may take long

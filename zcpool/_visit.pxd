@@ -8,7 +8,7 @@ from libc.string cimport memset
 from zcpool._atomics cimport load32, load32_seq, load64, loadptr, loadptr_acquire, or32, spin, store32, \
     store32_release, store64, store64_release, storeptr, storeptr_release
 from zcpool._block cimport CLOSED, SLOW_ACQUIRE, SLOW_RELEASE, WAITERS, ZERO, Block, ThreadCache
-from zcpool._cache cimport BIG_SLOTS, FENCED, KEPT_OUT, NEAR_PLACES, NOBODY, cache_begin, \
+from zcpool._cache cimport BIG_SLOTS, FENCED, KEPT_OUT, NEAR_PLACES, cache_begin, \
     cache_count, cache_enter, cache_get, cache_leave, cache_narrow, cache_slot, cache_spill
 from zcpool._core cimport Core, home_of, list_of, request_class, take_shared, thread_cache_of, unlend
 from zcpool._freelist cimport FreeList, push_chain
@@ -32,7 +32,7 @@ cdef inline void caches_lock(Core* core) noexcept nogil:
     cdef int spins = 0
     while c != NULL:
         or32(&c.closed, KEPT_OUT)       # sequentially consistent, for owners with a fence of their own
-        store64(&c.pool, NOBODY)
+        store64(&c.pool, process.nobody)
         storeptr(<uintptr_t*>&c.open, 0)
         fence |= cache_is_others(c) and not load32(&c.closed) & FENCED
         c = c.next
@@ -105,6 +105,14 @@ cdef inline void big_show(Core* core) noexcept nogil:
     if c != NULL and load32(&c.keeps_big) and cache_enter(c):
         big_flush(core, c)
         cache_leave(c)
+
+cdef inline void big_reclaim(Core* core) noexcept nogil:
+    """Let a thread without a cache see the larger blocks that the only one with a cache keeps. Under core.lock."""
+    cdef ThreadCache* c = core.caches
+    while c != NULL:
+        if load32(&c.keeps_big) and cache_is_others(c):
+            big_share(core)
+        c = c.next
 
 cdef inline void big_share(Core* core) noexcept nogil:
     """Keep larger blocks in a cache only while its thread is the pool's only one. Under core.lock."""

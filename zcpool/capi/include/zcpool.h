@@ -162,15 +162,13 @@ typedef struct zc_slot {
 #define ZC_SHUT ((zc_block *)1)
 #define ZC_NEAR_PLACES 128
 
-#define ZC_NOBODY 0xb5c0fbcfec4d3b2fu /* no pool's number, of which 44 bits are used; nor what one would try */
-
 #define ZC_KEPT_OUT 1u      /* bits of zc_cache.closed: a visitor is inside or about to be */
 #define ZC_FENCED 2u        /* whoever enters needs a fence: then `pool` and `open` are never set */
 
 struct zc_cache {
     uint32_t busy;          /* atomic; the owner is inside */
     uint32_t closed;        /* atomic, changed under the pool's lock, like the next two */
-    zc_pool pool;           /* whose requests are served here; ZC_NOBODY while they are not */
+    zc_pool pool;           /* whose requests are served here; nobody's while they are not */
     struct zc_core *open;   /* whose blocks are taken back here; NULL while they are not */
     struct zc_core *core;   /* whose cache it is */
     void *owner;
