@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import pytest
 from books import at_home, balanced
 from doubles.memory import CountingBackend
+from harness import PATIENCE
 from helpers import MakePool
 from hypothesis import settings
 
@@ -65,7 +66,8 @@ def watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
     if marker is None:
         yield
         return
-    faulthandler.dump_traceback_later(*marker.args, exit=True, file=request.config.stash[_stderr])
+    (seconds,) = marker.args
+    faulthandler.dump_traceback_later(PATIENCE * seconds, exit=True, file=request.config.stash[_stderr])
     yield
     faulthandler.cancel_dump_traceback_later()
 

@@ -203,7 +203,7 @@ cdef inline Block* core_take(Core* core, uint64_t nbytes, int state) noexcept no
     cdef Block* b
     if unlikely(c == NULL):
         return NULL             # the first acquire of a thread: the miss makes its cache
-    b = take_kept(c, core.head.number, nbytes, state)
+    b = take_kept(c, load64(&core.head.number), nbytes, state)
     return b if likely(b != NULL) else core.take_shared(core, c, nbytes, state)
 
 cdef inline Block* take_kept(ThreadCache* c, uint64_t pool, uint64_t nbytes, int state) noexcept nogil:

@@ -17,13 +17,13 @@ static void *ask(void *seed)
         const zc_block *b;
         zc_stats stats;
         random = random * 1103515245u + 12345u;
-        b = api->acquire(__atomic_load_n(&told, __ATOMIC_RELAXED), (random >> 28 ? 1 : 10) * (1 + (random >> 8) % 300000));
+        b = api->acquire(__atomic_load_n(&told, __ATOMIC_ACQUIRE), (random >> 28 ? 1 : 10) * (1 + (random >> 8) % 300000));
         if (b) {
             __atomic_fetch_add(&served, 1, __ATOMIC_RELAXED);
             *(char *)b->data = 1;
             api->release(zc_token(b));
         } else if (random >> 30 == 0)
-            api->stats(__atomic_load_n(&told, __ATOMIC_RELAXED), &stats);
+            api->stats(__atomic_load_n(&told, __ATOMIC_ACQUIRE), &stats);
     }
     return NULL;
 }
@@ -39,7 +39,7 @@ int strangers_come(const zc_api *table)
     return 0;
 }
 
-void strangers_hear(zc_pool pool) { __atomic_store_n(&told, pool, __ATOMIC_RELAXED); }
+void strangers_hear(zc_pool pool) { __atomic_store_n(&told, pool, __ATOMIC_RELEASE); }
 
 uint64_t strangers_go(void)
 {
