@@ -211,7 +211,7 @@ cdef inline Block* take_kept(ThreadCache* c, uint64_t pool, uint64_t nbytes, int
     cdef Block* b = NULL
     if likely(nbytes <= CACHED_BYTES):
         b = cache_take(c, pool, nbytes, state)
-    if unlikely(b == NULL) and request_class(<Core*>c.core, nbytes) >= CACHED_CLASSES and load32(&c.keeps_big):
+    if unlikely(b == NULL) and load32(&c.keeps_big):
         b = take_big(c, pool, nbytes, state)
     return b
 
@@ -219,9 +219,12 @@ cdef inline Block* take_big(ThreadCache* c, uint64_t pool, uint64_t nbytes, int 
     """Serve more than 1 MiB from what the pool's only thread keeps."""
     cdef Core* core = <Core*>c.core
     cdef Block* b = NULL
+    cdef int cls
     if likely(cache_enter(c)):
         if likely(load64(&c.pool) == pool):
-            b = big_take(c, request_class(core, nbytes))
+            cls = request_class(core, nbytes)
+            if cls >= CACHED_CLASSES:
+                b = big_take(c, cls)
         cache_leave(c)
     if unlikely(b == NULL):
         return NULL
