@@ -18,10 +18,3 @@ address | thread)
         tests/test_quiet.py::test_a_hit_in_python_allocates_nothing
     ;;
 esac
-case $kind in
-thread)
-    without "open: it reports that a late drain reads the backend of a pool while that is buried, which the counts of
-        bytes and flights should rule out; without the sanitizer the test passes, and no crash was seen" \
-        tests/test_c_door.py::test_strangers_who_ask_for_ended_pools_meet_no_other_pool
-    ;;
-esac

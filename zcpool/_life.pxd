@@ -188,9 +188,12 @@ cdef inline void core_orphan(Core* core) noexcept:
 cdef inline void core_bury(Core* core) noexcept:
     """Let go of the backend of a pool that has ended, once its last region has."""
     cdef object backend
-    if not load32_seq(&core.head.flags) & ORPHAN or load64_seq(&core.reserved) or load64_seq(&core.fences.pending):
+    # Guests first: one that leaves after a look at the books may leave a region behind, and no new one comes.
+    if not load32_seq(&core.head.flags) & ORPHAN or load32_seq(&core.guests):
         return
-    if load32_seq(&core.inflight) or load32_seq(&core.dirty) or load32_seq(&core.guests):
+    if load64_seq(&core.reserved) or load64_seq(&core.fences.pending):
+        return
+    if load32_seq(&core.inflight) or load32_seq(&core.dirty):
         return
     if not and32(&core.head.flags, ~<uint32_t>ORPHAN) & ORPHAN:
         return                  # somebody else is at it
