@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
+import random
 import re
 import subprocess
 import sys
@@ -242,6 +243,38 @@ def test_the_inlined_way_is_the_same(door: Any, pool: zcpool.Pool) -> None:
             assert door.release_fast(cache, b["block"]) == 0
             assert pool.stats().in_use_blocks == 0
             stale(door, b["token"])
+
+
+def test_a_cache_makes_room_for_a_size_that_is_used_by_letting_go_of_those_that_are_not(
+    door: Any, pool: zcpool.Pool
+) -> None:
+    number = pool.c_handle
+    cache = door.cache(number)
+    for nbytes in range(MIB // 4, MIB + 1, MIB // 32):
+        for _ in range(300):
+            b = door.acquire_fast(cache, number, nbytes)
+            assert door.release_fast(cache, b["block"]) == 0
+        kept, _ = door.keeps(cache, number, nbytes)
+        assert kept, nbytes
+
+
+def test_a_cache_never_holds_more_than_4_mib(door: Any, pool: zcpool.Pool) -> None:
+    number = pool.c_handle
+    cache = door.cache(number)
+    order = random.Random(7)
+    blocks: list[dict[str, int]] = []
+    for _ in range(3000):
+        if blocks and (len(blocks) > 60 or order.random() < 0.5):
+            b = blocks.pop(order.randrange(len(blocks)))
+            assert door.release_fast(cache, b["block"]) == 0
+        else:
+            nbytes = int(2 ** order.uniform(8, 20))
+            blocks.append(door.acquire_fast(cache, number, nbytes))
+        _, held = door.keeps(cache, number, 1)
+        assert held <= 4 * MIB
+    for b in blocks:
+        assert door.release_fast(cache, b["block"]) == 0
+    assert 0 < door.keeps(cache, number, 1)[1] <= 4 * MIB
 
 
 @pytest.mark.parametrize("alignment", [1, 128, 512, 4096])

@@ -193,7 +193,8 @@ def test_four_threads_with_four_reserved_blocks_call_no_backend(
 
     in_threads(4, work)
     assert counting.calls == calls
-    assert balanced(pool, held=[]).cached_blocks == 4
+    cached = balanced(pool, held=[]).cached_blocks
+    assert cached == 4 or (cached > 4 and nbytes < MIB)  # a miss carves what is left of an arena before it steals
 
 
 def test_threads_that_hold_what_they_take_share_what_was_reserved(

@@ -6,9 +6,10 @@
 # inside, the owner goes to the shared lists instead of waiting. Inside nothing runs Python or waits, but for memory for
 # descriptors on the miss path. Order of locks: core.lock before caches, never the other way.
 #
-# A slot may hold `limit` blocks, and a hot one. Limits begin at zero and double with use, as long as the blocks of all
-# full slots together would be at most CACHE_BYTES: so a hit need not add up bytes. A cache that has denied a number of
-# such wishes takes back what is not used.
+# A slot is shut, or holds a hot block and up to `limit` others. Limits begin at zero and double with use, as long as
+# the blocks of all full slots together would be at most CACHE_BYTES: so a hit need not add up bytes. A cache that has
+# denied a number of such wishes takes back the room that no block is in; if that does not help, all blocks leave it,
+# and those that are used come back.
 #
 # Blocks of more than 1 MiB are kept by the only thread of a pool, a few at a time, which saves two locked instructions
 # for each; with a second thread, and at every miss, they go to the shared lists, where all that is cached is seen.
@@ -38,7 +39,7 @@ cdef enum:
     CACHE_CLASS_BYTES = 2 << 20     # bytes of a class at most
     CACHE_BYTES = 4 << 20           # bytes of a cache at most
     BIG_SLOTS = 8                   # larger blocks that the only thread of a pool keeps, by class
-    DENIALS = 64                    # wishes for room denied before what is idle is taken back
+    DENIALS = 64                    # wishes for room denied before empty room is taken back; twice that, all blocks
 
 
 cdef inline bint cache_enter(ThreadCache* c) noexcept nogil:
@@ -84,17 +85,9 @@ cdef inline int cache_count(ThreadCache* c, int cls) noexcept nogil:
 cdef inline bint slot_is_hot(CacheSlot* s) noexcept nogil:
     return s.hot != NULL and s.hot != SHUT
 
-cdef inline void slot_limit(CacheSlot* s, int limit) noexcept nogil:
-    """Set the limit, with what a hit sees of it."""
-    s.limit = <uint16_t>limit
-    if limit == 0:
-        s.hot = SHUT
-    elif s.hot == SHUT:
-        s.hot = NULL
-
-cdef inline uint64_t room(int limit) noexcept nogil:
-    """Return how many blocks a slot of that limit holds, the hot one too."""
-    return limit + 1 if limit else 0
+cdef inline int slot_room(const CacheSlot* s) noexcept nogil:
+    """Return how many blocks a slot may hold, the hot one too."""
+    return 0 if s.hot == SHUT else s.limit + 1
 
 cdef inline int half(int n) noexcept nogil:
     return (n + 1) // 2
@@ -125,35 +118,45 @@ cdef inline Block* cache_get(ThreadCache* c, int cls) noexcept nogil:
     return b
 
 cdef inline bint cache_widen(ThreadCache* c, int cls) noexcept nogil:
-    """Double the limit of a slot, if the cache's bound allows it."""
+    """Open a slot, or double its limit, if the cache's bound allows it."""
     if c.slots[cls].limit == c.slots[cls].most:
         return False
     if cache_grant(c, cls):
         return True
     c.denied += 1
-    if c.denied < DENIALS:
-        return False
-    cache_narrow(c)
-    return cache_grant(c, cls)
+    if c.denied == DENIALS:
+        cache_narrow(c)
+        return cache_grant(c, cls)
+    return False
 
 cdef inline bint cache_grant(ThreadCache* c, int cls) noexcept nogil:
     cdef CacheSlot* s = &c.slots[cls]
-    cdef int wish = min(<int>s.most, max(1, 2 * s.limit))
-    cdef uint64_t nbytes = (room(wish) - room(s.limit)) * class_bytes(cls)
+    cdef int wish = 0 if s.hot == SHUT else min(<int>s.most, max(1, 2 * s.limit))
+    cdef uint64_t nbytes = (wish + 1 - slot_room(s)) * class_bytes(cls)
     if c.granted + nbytes > CACHE_BYTES:
         return False
     c.granted += nbytes
-    slot_limit(s, wish)
+    c.denied = 0
+    s.limit = <uint16_t>wish
+    if s.hot == SHUT:
+        s.hot = NULL
     return True
+
+cdef inline bint cache_crowded(const ThreadCache* c) noexcept nogil:
+    """Say whether blocks that lie idle keep others out."""
+    return c.denied >= 2 * DENIALS
 
 cdef inline void cache_narrow(ThreadCache* c) noexcept nogil:
     """Take back the room that no block is in."""
-    cdef int cls, used
-    c.granted = c.denied = 0
+    cdef CacheSlot* s
+    cdef int cls
+    c.granted = 0
     for cls in range(CACHED_CLASSES):
-        used = max(c.slots[cls].count, <int>slot_is_hot(&c.slots[cls]))
-        slot_limit(&c.slots[cls], min(used, <int>c.slots[cls].limit))
-        c.granted += room(c.slots[cls].limit) * class_bytes(cls)
+        s = &c.slots[cls]
+        s.limit = min(s.limit, s.count)
+        if s.hot == NULL and s.head == NULL:
+            s.hot = SHUT
+        c.granted += slot_room(s) * class_bytes(cls)
 
 cdef inline Block** big_at(ThreadCache* c, int cls) noexcept nogil:
     """Return the place of a larger class, which it shares with others."""

@@ -14,11 +14,11 @@ from zcpool._block cimport CLOSED, DEBUG, FOREIGN, GEN_SHIFT, HELD, IN_USE, SLOW
 from zcpool._backend cimport BackendOps
 from zcpool._debug cimport FaultLog, block_wipe
 from zcpool._fence cimport FenceNode, FenceQueue, queue_push
-from zcpool._cache cimport big_at, big_put, big_take, cache_count, cache_enter, \
-    cache_get, cache_give, cache_leave, cache_put, cache_refill, cache_spill, cache_take, half, word_renew
+from zcpool._cache cimport big_at, big_put, big_take, cache_count, cache_crowded, cache_enter, \
+    cache_get, cache_give, cache_leave, cache_narrow, cache_put, cache_refill, cache_spill, cache_take, half, word_renew
 from zcpool._freelist cimport FreeList, pop, push_chain
 from zcpool._process cimport PLANT_DOUBLE_PUSH, last_cache, set_last_cache, slots_wake, thread_cache
-from zcpool._sizes cimport CACHED_BYTES, CACHED_CLASSES, CLASSES, GRANULE, class_of, round_up
+from zcpool._sizes cimport CACHED_BYTES, CACHED_CLASSES, CLASSES, GRANULE, bucket_of, class_of, round_up
 
 cdef enum:
     # A kind is a set of free lists: the log2 of an alignment above the pool's own, relative to the granule
@@ -311,8 +311,25 @@ cdef inline Block* put_cached(Core* core, ThreadCache* c, Block* b) noexcept nog
         return b
     if cache_put(c, b):
         return NULL
-    unlend(core, b.bucket, cache_spill(c, b.cls, half(c.slots[b.cls].limit), home_of(b)))
+    if cache_crowded(c):
+        cache_flush_all(core, c)
+    else:
+        unlend(core, b.bucket, cache_spill(c, b.cls, half(c.slots[b.cls].limit), home_of(b)))
     return NULL if cache_put(c, b) else b
+
+cdef inline void cache_flush_all(Core* core, ThreadCache* c) noexcept nogil:
+    """Move all blocks of a cache but the larger ones to the shared lists. By who is inside of it."""
+    cdef int cls
+    for cls in range(CACHED_CLASSES):
+        cache_flush(core, c, cls)
+    cache_narrow(c)
+    c.denied = 0
+
+cdef inline void cache_flush(Core* core, ThreadCache* c, int cls) noexcept nogil:
+    """Move a class of a cache to the shared list, and refill it gently from now on."""
+    if cache_count(c, cls):
+        unlend(core, bucket_of(cls), cache_spill(c, cls, cache_count(c, cls), list_of(core, 0, cls)))
+    c.slots[cls].batch = 1
 
 cdef inline void core_wait_for(CoreHead* head, void* fence_node) noexcept nogil:
     """Let a block wait for an fd. Who waits for memory meanwhile is told, to wait for this fd, too."""

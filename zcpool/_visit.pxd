@@ -9,12 +9,13 @@ from zcpool._atomics cimport load32, load32_seq, load64, loadptr, loadptr_acquir
     store32_release, store64, store64_release, storeptr, storeptr_release
 from zcpool._block cimport CLOSED, SLOW_ACQUIRE, SLOW_RELEASE, WAITERS, ZERO, Block, ThreadCache
 from zcpool._cache cimport BIG_SLOTS, FENCED, KEPT_OUT, NEAR_PLACES, cache_begin, \
-    cache_count, cache_enter, cache_get, cache_leave, cache_narrow, cache_slot, cache_spill
-from zcpool._core cimport Core, home_of, list_of, request_class, take_shared, thread_cache_of, unlend
+    cache_enter, cache_get, cache_leave, cache_slot
+from zcpool._core cimport Core, cache_flush, cache_flush_all, home_of, list_of, request_class, take_shared, \
+    thread_cache_of, unlend
 from zcpool._freelist cimport FreeList, push_chain
 from zcpool._process cimport PLANT_LOST_STEAL, fence_all_threads, process, slots_wake, thread_adopt, thread_cache, \
     thread_id
-from zcpool._sizes cimport CACHED_BYTES, CACHED_CLASSES, bucket_of
+from zcpool._sizes cimport CACHED_BYTES, CACHED_CLASSES
 
 cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void** memory, size_t alignment, size_t nbytes) noexcept
@@ -74,19 +75,10 @@ cdef inline void caches_tell(Core* core) noexcept nogil:
 
 # ---- what is in them ---------------------------------------------------------------------------------------------
 
-cdef inline void cache_flush(Core* core, ThreadCache* c, int cls) noexcept nogil:
-    """Move a class of a cache to the shared list, and refill it gently from now on."""
-    if cache_count(c, cls):
-        unlend(core, bucket_of(cls), cache_spill(c, cls, cache_count(c, cls), list_of(core, 0, cls)))
-    c.slots[cls].batch = 1
-
 cdef inline void cache_empty(Core* core, ThreadCache* c) noexcept nogil:
     """Move all of a cache to the shared lists."""
-    cdef int cls
     big_flush(core, c)
-    for cls in range(CACHED_CLASSES):
-        cache_flush(core, c, cls)
-    cache_narrow(c)
+    cache_flush_all(core, c)
 
 cdef inline void big_flush(Core* core, ThreadCache* c) noexcept nogil:
     """Move the larger blocks of a cache to the shared lists. They have been used since the last miss."""

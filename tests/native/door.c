@@ -212,6 +212,27 @@ static PyObject *cache(PyObject *self, PyObject *arg)
     return PyLong_FromUnsignedLongLong((u64)(uintptr_t)c);
 }
 
+/* Whether a thread's cache holds a block, and whether it keeps to its bound. */
+static PyObject *keeps(PyObject *self, PyObject *args)
+{
+    u64 cache, pool, nbytes, held = 0;
+    const zc_cache *c;
+    zc_block *b;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKK", &cache, &pool, &nbytes))
+        return NULL;
+    c = (const zc_cache *)(uintptr_t)cache;
+    for (int i = 0; i < ZC_CACHED_CLASSES; i++) {
+        const zc_slot *s = &c->slots[i];
+        b = s->hot > ZC_SHUT ? s->hot : s->head;
+        held += b ? b->capacity * (s->count + (s->hot > ZC_SHUT)) : 0;
+    }
+    b = zc_cache_take((zc_cache *)(uintptr_t)cache, pool, (size_t)nbytes, ZC_HELD);
+    if (b)
+        zc_release_fast(api, (zc_cache *)(uintptr_t)cache, b);
+    return Py_BuildValue("NK", PyBool_FromLong(b != NULL), held);
+}
+
 static PyMethodDef methods[] = {
     {"without_gil", without_gil, METH_O, NULL},   {"acquire", acquire, METH_VARARGS, NULL},
     {"acquire_with", acquire_with, METH_VARARGS, NULL}, {"acquire_fast", acquire_fast, METH_VARARGS, NULL},
@@ -222,6 +243,7 @@ static PyMethodDef methods[] = {
     {"find", find, METH_O, NULL},                 {"place", place, METH_O, NULL},
     {"stats", stats, METH_O, NULL},               {"trim", trim, METH_VARARGS, NULL},
     {"error", error, METH_NOARGS, NULL},          {"cache", cache, METH_O, NULL},
+    {"keeps", keeps, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

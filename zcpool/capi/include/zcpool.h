@@ -154,7 +154,7 @@ typedef struct zc_slot {
     zc_block *head;         /* the others, last in first out */
     uint64_t taken;         /* acquires; atomic, written by the owner alone */
     uint16_t count;         /* blocks, of the others */
-    uint16_t limit;         /* of the others; 0 when the slot is shut */
+    uint16_t limit;         /* of the others */
     uint16_t most;          /* what limit may become */
     uint16_t batch;         /* how many the next refill takes */
 } zc_slot;
