@@ -12,9 +12,9 @@ import threading
 
 import pytest
 from books import balanced
-from harness import fork_child, join_child, open_fds
+from harness import fork_child, join_child, open_fds, run_python
 from helpers import MakePool, eventually
-from native.hammer import MIB, SECONDS, Hammer
+from native.hammer import FOUND, MIB, SECONDS, Hammer
 
 import zcpool
 
@@ -37,6 +37,22 @@ def empty(pool: zcpool.Pool) -> bool:
     """Trim, and say whether nothing is left: a block that was lost keeps its region."""
     pool.trim()
     return pool.stats().reserved_bytes == 0
+
+
+def test_a_hammer_that_hangs_ends_as_one_that_has_found_something() -> None:
+    done = run_python(
+        """
+        import tempfile, time
+        from pathlib import Path
+        from native.hammer import Hammer
+        with tempfile.TemporaryDirectory() as folder:
+            hammer = Hammer(Path(folder))
+        hammer.patience(1)
+        time.sleep(30)
+        """
+    )
+    assert done.returncode == FOUND
+    assert "out of patience" in done.stderr
 
 
 @ways

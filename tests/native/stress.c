@@ -7,7 +7,7 @@
  *   - books that do not balance: looked at while everything runs
  *   - blocks that are lost: at the end nothing is in use or retired
  *   - a closed pool that serves: after stress_closed() every acquire must fail
- *   - a thread that hangs: each shows that it gets on
+ *   - a thread that hangs: each shows that it gets on; and for all else that may hang, stress_patience() sets an alarm
  *   - a forked child that is not as it should be: its pools must be empty, serve, and give all back
  *
  * stress_run() returns 0, or a bit set of what went wrong; it prints the first finding of each kind. Meanwhile the
@@ -28,7 +28,7 @@
 
 enum { TWICE = 1, OVERWRITTEN = 2, STALE_FOLLOWED = 4, UNBALANCED = 8, LOST = 16, REFUSED = 32, NO_THREAD = 64,
        SERVED = 128, HUNG = 256, CHILD = 512 };
-enum { KEEP = 64, MAIL = 64, OWNED = 1 << 24, POOLS = 8, THREADS = 64, PATIENCE = 30 /* seconds */ };
+enum { KEEP = 64, MAIL = 64, OWNED = 1 << 24, POOLS = 8, THREADS = 64, PATIENCE = 30 /* seconds */, FOUND_STATUS = 3 };
 enum { CHILD_LOOKS = 1, CHILD_SERVES = 2 };
 
 typedef struct {
@@ -279,6 +279,21 @@ static int all_end(worker *w, int threads)
         }
     }
     return 1;
+}
+
+static void out_of_patience(int sig)
+{
+    static const char text[] = "stress: out of patience: something hangs while threads end or pools are emptied\n";
+    (void)sig;
+    (void)!write(2, text, sizeof text - 1);
+    _exit(FOUND_STATUS);
+}
+
+/* Ends the process as one in which something was found, unless it is asked again within so many seconds (0: no end). */
+void stress_patience(unsigned seconds)
+{
+    signal(SIGALRM, out_of_patience);
+    alarm(seconds);
 }
 
 static int64_t now_ms(void)
