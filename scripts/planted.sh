@@ -28,7 +28,7 @@ try() { # try NAME OUTCOME MACRO...: build with the macros and hammer; OUTCOME i
         cp -a build/default/cython "$variant"
     fi
     ZCPOOL_DEFINES="$*" "$PYTHON" setup.py --quiet build_ext --inplace
-    said=$(PYTHONPATH=$src:$src/tests timeout --kill-after=5 $((seconds + 240)) "$PYTHON" -m native.hammer "$seconds" 2>&1) || status=$?
+    said=$(PYTHONPATH=$src:$src/tests timeout --kill-after=5 $((seconds + 120)) "$PYTHON" -m native.hammer "$seconds" 2>&1) || status=$?
     first=$(printf '%s\n' "$said" | grep -m 1 '^stress: ' || true)
     said=${first:-${said##*$'\n'}}
     case $status in # what is broken may also crash, before anything is said, or hang after it

@@ -39,20 +39,40 @@ def empty(pool: zcpool.Pool) -> bool:
     return pool.stats().reserved_bytes == 0
 
 
+IMPATIENT = """
+import tempfile, time, zcpool
+from pathlib import Path
+from native.hammer import Hammer
+with tempfile.TemporaryDirectory() as folder:
+    hammer = Hammer(Path(folder))
+hammer.patience(1)
+"""
+
+
 def test_a_hammer_that_hangs_ends_as_one_that_has_found_something() -> None:
-    done = run_python(
-        """
-        import tempfile, time
-        from pathlib import Path
-        from native.hammer import Hammer
-        with tempfile.TemporaryDirectory() as folder:
-            hammer = Hammer(Path(folder))
-        hammer.patience(1)
-        time.sleep(30)
-        """
-    )
+    done = run_python(IMPATIENT + "time.sleep(30)")
     assert done.returncode == FOUND
     assert "out of patience" in done.stderr
+
+
+def test_a_hammer_that_hangs_after_a_run_does_so_too() -> None:
+    done = run_python(IMPATIENT + "assert hammer.run([zcpool.Pool()], 0, fast=True, ops=100) == []; time.sleep(30)")
+    assert done.returncode == FOUND
+
+
+def test_a_hammer_whose_threads_get_on_has_all_the_time_it_needs() -> None:
+    done = run_python(
+        IMPATIENT
+        + """
+pool, ops, took = zcpool.Pool(), 10_000, 0
+hammer.patience(3)
+while took < 4:  # a round of more than its patience, however fast the machine is
+    start = time.monotonic()
+    assert hammer.run([pool], 0, fast=True, threads=2, ops=ops, largest=4096, trims=0) == []
+    took, ops = time.monotonic() - start, 2 * ops
+"""
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @ways

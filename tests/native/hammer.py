@@ -25,7 +25,7 @@ SECONDS = float(os.environ.get("ZCPOOL_STRESS_SECONDS", "5"))  # of all of it to
 OPS = int(os.environ.get("ZCPOOL_STRESS_OPS", "20000"))  # of each thread in a round
 LARGEST = 8 * MIB
 FOUND = 3  # the exit status of the program when it has found something (stress.c: FOUND_STATUS)
-PATIENCE = 90  # seconds beyond its time that a run may take; a thread that hangs is named after 60
+PATIENCE = 60  # seconds, as for a thread that does not get on
 
 FINDINGS = {
     1: "a block was handed out twice",
@@ -117,7 +117,7 @@ class Hammer:
         return [text for bit, text in FINDINGS.items() if result[0] & bit]
 
     def patience(self, seconds: int) -> None:
-        """End the process with FOUND unless this is called again within so many seconds; 0 takes it back."""
+        """End the process with FOUND when it spends so many seconds where no thread is watched; begin anew."""
         self._library.stress_patience(seconds)
 
     def closed(self, yes: bool) -> None:
@@ -166,7 +166,7 @@ def main() -> int:
         hammer = Hammer(Path(folder))
         for runs in itertools.count(1):
             act, fast = acts[(runs - 1) % len(acts)]
-            hammer.patience(int(share) + PATIENCE)  # broken lists may have no end, also where no thread is watched
+            hammer.patience(PATIENCE)  # broken lists may have no end, also for those who empty them
             hammer_once(hammer, share, fast, act)
             if runs >= len(acts) and time.monotonic() >= end:
                 break

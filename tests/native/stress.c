@@ -7,7 +7,7 @@
  *   - books that do not balance: looked at while everything runs
  *   - blocks that are lost: at the end nothing is in use or retired
  *   - a closed pool that serves: after stress_closed() every acquire must fail
- *   - a thread that hangs: each shows that it gets on; and for all else that may hang, stress_patience() sets an alarm
+ *   - a thread that hangs: each shows that it gets on; and where nobody looks at that, stress_patience() sets an alarm
  *   - a forked child that is not as it should be: its pools must be empty, serve, and give all back
  *
  * stress_run() returns 0, or a bit set of what went wrong; it prints the first finding of each kind. Meanwhile the
@@ -55,6 +55,7 @@ typedef struct {
 } worker;
 
 static uint32_t closed; /* atomic: all pools have been closed */
+static unsigned unwatched_seconds; /* seconds that may pass where no thread is watched; 0: for ever */
 
 static uint64_t next_random(worker *w)
 {
@@ -262,6 +263,7 @@ static int all_end(worker *w, int threads)
 {
     uint64_t last[THREADS] = {0}, done;
     int still[THREADS] = {0}, i, patience;
+    alarm(0); /* who gets on may take as long as the machine is busy */
     for (i = 0; i < threads;) {
         usleep(1000);
         while (i < threads && __atomic_load_n(&w[i].ended, __ATOMIC_ACQUIRE))
@@ -278,6 +280,7 @@ static int all_end(worker *w, int threads)
             return 0;
         }
     }
+    alarm(unwatched_seconds);
     return 1;
 }
 
@@ -289,9 +292,11 @@ static void out_of_patience(int sig)
     _exit(FOUND_STATUS);
 }
 
-/* Ends the process as one in which something was found, unless it is asked again within so many seconds (0: no end). */
+/* From now on the process ends, as one in which something was found, when it spends so many seconds where no thread is
+ * watched: while threads end, the last blocks are released, or Python empties the pools. */
 void stress_patience(unsigned seconds)
 {
+    unwatched_seconds = seconds;
     signal(SIGALRM, out_of_patience);
     alarm(seconds);
 }
